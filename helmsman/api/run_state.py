@@ -20,9 +20,6 @@ class Frame(msgspec.Struct, frozen=True):
     text: str = ""
     """Source line, without indentation; '' if it is not available."""
 
-    def __str__(self) -> str:
-        return f"{self.function} at {self.file.rpartition('/')[2]}:{self.line}"
-
 
 class StackTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Stack of a thread or of an asyncio task, outermost frame first."""
@@ -34,25 +31,6 @@ class StackTrace(msgspec.Struct, frozen=True, kw_only=True):
     """'engine.method' that it executes; '' for a thread without a call."""
     running_s: float | None = None
     """Seconds since the call began."""
-
-
-class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A direct child of a process, such as a worker of a DataLoader."""
-
-    pid: int
-    state: str
-    """State in /proc: R, S, D, T, Z, ..."""
-    command: str
-
-
-class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a node. Sizes are in bytes; a path's free space is what this user can write."""
-
-    node: str
-    """Address of the node."""
-    memory_available: int
-    disks: dict[str, tuple[int, int]]
-    """Path -> (free, total): shared memory, temporary files and logs."""
 
 
 class CollectiveState(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +76,14 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds by which the node's clock was set since its start; negative if it was set back."""
     stacks: list[StackTrace]
     """Of the threads and tasks that execute calls; of a script, its main thread and its tasks."""
-    children: list[ChildProcess] = []
-    node: NodeReport
+    children: dict[int, tuple[str, str]] = {}
+    """Pid of a direct child, such as a worker of a DataLoader -> (state in /proc, command)."""
+    node: str = ""
+    """Address of its node; '' if it is unknown."""
+    memory_available: int
+    """Bytes of memory that its node has left."""
+    disks: dict[str, tuple[int, int]]
+    """Path on its node -> (bytes that this user can write, total bytes)."""
     collectives: list[CollectiveState] = []
     nccl_ranks: list[NcclRank] = []
     """From rank 0, while a collective of it waits."""
@@ -174,9 +158,7 @@ class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[RequestSnapshot]
     """Oldest open requests, at most 20."""
     num_behind: dict[int, int] = {}
-    """Weight versions between a sample's oldest token and ``version`` -> number of such samples
-    among the last 1,024.
-    """
+    """Versions that a sample's oldest token is behind -> number among the last 1,024 samples."""
 
 
 class PhaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,17 +171,6 @@ class PhaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Median duration of earlier phases of this kind; None without any."""
     waits_for: str = ""
     """For a start: the holders of the resources that it waits for."""
-
-
-class MethodDurations(msgspec.Struct, frozen=True):
-    """Durations of the calls of a method in a role."""
-
-    role: str
-    method: str
-    num_calls: int
-    """Calls with an outcome."""
-    median_s: float
-    """Median of the last 32."""
 
 
 class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,9 +206,7 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch, as all times of day here."""
     taken_at: float
     answered_by: str = "script"
-    """'script'; 'observation' if the script's process did not answer; 'supervisor' for a node of
-    `helmsman up`.
-    """
+    """'script'; 'observation' if it did not answer; 'supervisor' for a node of `helmsman up`."""
     script: ProcessReport | None = None
     """None if it was not requested or the script did not answer."""
     loop_stack: StackTrace | None = None
@@ -256,8 +225,8 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: list[RolloutSnapshot] = []
     phases: list[PhaseSnapshot] = []
     """Oldest first."""
-    durations: list[MethodDurations] = []
-    """Of the calls so far."""
+    durations: dict[str, dict[str, tuple[int, float]]] = {}
+    """Role -> method -> (calls with an outcome, median duration of the last 32 in seconds)."""
     facts: dict[str, str] = {}
     """Further figures by name, such as the step of a recipe."""
 
@@ -287,8 +256,7 @@ class HangPolicy(msgspec.Struct, frozen=True, kw_only=True):
     its standard input), or a function.
     """
     floor_s: float = 60.0
-    """An operation is not overdue before this; the first one of its kind not before 15 times this.
-    """
+    """No operation is overdue before this; the first of its kind not before 15 times this."""
     factor: float = 10.0
     """An operation is overdue from this multiple of the median of earlier ones."""
 

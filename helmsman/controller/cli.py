@@ -23,7 +23,7 @@ from helmsman.controller._node.environment import forwarding_report
 from helmsman.controller._node.observation import HEAD_PORTS, Observed, observe, skew_s
 from helmsman.controller._node.run_registry import read_runs, refused_places
 from helmsman.controller._operator.commands import add_commands as add_operator_commands
-from helmsman.controller._operator.runs import attach, on_all, start_on
+from helmsman.controller._operator.runs import attach, on_all
 from helmsman.controller._placement.admission import advise
 from helmsman.controller._placement.job_files import load_cluster, load_jobs
 from helmsman.controller._placement.planner import plan_jobs
@@ -169,14 +169,12 @@ def _doctor(options: argparse.Namespace) -> int:
 def _observe_cluster(
     nodes: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Observed], dict[str, float]]:
-    import ray
-
     seen, skews_s = {}, {}
     for node in nodes:
         name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
         name = name if name not in seen else f"{name} {node['NodeID'][:8]}"
         asked_at = time.time()
-        seen[name] = ray.get(start_on(node, observe, ports=(), environ=None), timeout=60.0)
+        (seen[name],) = on_all([node], lambda: observe(ports=(), environ=None))
         skews_s[name] = skew_s(seen[name], asked_at, time.time())
     return seen, skews_s
 

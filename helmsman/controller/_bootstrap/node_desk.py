@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from pathlib import Path
 
 import msgspec
 
 from helmsman.api.environment import masked_command
 from helmsman.api.errors import HelmsmanError
-from helmsman.api.run_state import NodeSnapshot, RunSnapshot, WorkerSnapshot
+from helmsman.api.run_state import NodeSnapshot, RunSnapshot
 from helmsman.controller._bootstrap.async_utils import StatusPrinter
 from helmsman.controller._bootstrap.node_plan import NodePlan
 from helmsman.controller._node.control_socket import ControlSocket, Query
 from helmsman.controller._node.run_registry import UP, record_here
 from helmsman.controller._schedulers.outside import observe_workers, observed_report
 from helmsman.controller._schedulers.run_view import SCRIPT
+from helmsman.rpc_server._host.examination import proc_text
 from helmsman.rpc_server._process.guardian import family, process_of
 
 _RAY = ("gcs_server", "raylet")
-_STUCK_S = 1.0
 
 
 class NodeDesk:
@@ -33,13 +31,9 @@ class NodeDesk:
         self._record = msgspec.structs.replace(
             record_here(plan.run_id, UP, plan.folder), command=command
         )
-        self._node = NodeSnapshot(
-            rank=plan.identity.rank,
-            count=plan.identity.count,
-            doing="starts",
-            since_s=0.0,
-            head=f"{plan.identity.head}:{plan.control_port}" if plan.control_port else "",
-        )
+        rank, count = plan.identity.rank, plan.identity.count
+        head = f"{plan.identity.head}:{plan.control_port}" if plan.control_port else ""
+        self._node = NodeSnapshot(rank=rank, count=count, doing="starts", since_s=0.0, head=head)
         self.script_pid: int | None = None
         self._socket: ControlSocket | None = None
         try:
@@ -53,13 +47,7 @@ class NodeDesk:
             self._socket.close()
 
     def note(self, text: str, *, missing: str = "", is_apart: bool = False) -> None:
-        """Set the current activity of the supervisor.
-
-        Args:
-            text: A predicate, such as 'runs the script'.
-            missing: Nodes that have not joined.
-            is_apart: Whether the connection to the head is lost.
-        """
+        """Set the current activity of the supervisor; the arguments are NodeSnapshot's fields."""
         if text != self._node.doing:
             self._began = time.monotonic()
         self._node = msgspec.structs.replace(
@@ -75,7 +63,9 @@ class NodeDesk:
                 "helmsman up, which answers status, why and stacks. helmsman runs lists all runs"
             )
         pids = family(os.getpid(), plan.tag)
-        named = {name: pid for pid in pids if (name := _name_of(pid)) in _RAY}
+        named = {
+            name: pid for pid in pids if (name := proc_text(f"/proc/{pid}/comm").strip()) in _RAY
+        }
         named |= {SCRIPT: script} if script is not None else {}
         found = {name: each for name, pid in named.items() if (each := process_of(pid))}
         workers = observe_workers(pids, plan.address, log_dir, reports=query.reports)
@@ -88,19 +78,5 @@ class NodeDesk:
                 since_s=time.monotonic() - self._began,
                 processes={name: (each.pid, each.state) for name, each in found.items()},
             ),
-            workers=[_answering(each) for each in workers if query.role in (None, each.role)],
+            workers=[each for each in workers if query.role in (None, each.role)],
         )
-
-
-def _answering(worker: WorkerSnapshot) -> WorkerSnapshot:
-    """A worker whose page shows a recent beat counts as one that answers."""
-    health = worker.health
-    if health is not None and (health.stuck_s or 0.0) < _STUCK_S:
-        health = msgspec.structs.replace(health, stuck_s=None, process_state=None)
-    return msgspec.structs.replace(worker, health=health)
-
-
-def _name_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""

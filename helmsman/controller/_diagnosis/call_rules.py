@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from helmsman.api.run_state import CollectiveState, NcclRank
 from helmsman.controller._diagnosis.evidence import (
     FLOOR_S,
+    STATES,
     Evidence,
     Finding,
     WorkerEvidence,
@@ -20,16 +21,8 @@ _STRUCTURAL_S = 5.0
 """Ranks that wait for each other are a finding after this time."""
 _EXTERNAL_S = 15.0
 """The first call of a method is long after this if it waits for something outside its process."""
-_STATES = {
-    "T": "stopped",
-    "Z": "a zombie",
-    "S": "asleep",
-    "R": "running",
-    "D": "waiting for a disk",
-}
 _SAME_ORDER = "Every rank must call the same collectives with the same shapes, in the same order"
 _BRANCH = f"{_SAME_ORDER}; look for a branch that depends on the rank or on its data."
-
 _NETWORK = (
     "Check the network between the nodes: NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME or "
     "GLOO_SOCKET_IFNAME, and the devices' links."
@@ -39,41 +32,32 @@ _NETWORK = (
 def collectives(evidence: Evidence) -> Iterator[Finding]:
     """Some ranks of a group wait in a collective that others do not enter."""
     for role, ranks in evidence.groups.items():
-        inside = [each for each in ranks if each.is_in_collective]
-        if not inside:
-            continue
-        waited_s = max(map(_age, inside))
-        median_s = next((each.call.median_s for each in inside if each.call), None)
-        if waited_s <= _STRUCTURAL_S or (median_s is not None and waited_s <= 3 * median_s):
+        by_wait: dict[str, list[WorkerEvidence]] = {}
+        for each in ranks:
+            if each.wait is not None and each.wait.kind == "collective":
+                by_wait.setdefault(each.wait.text, []).append(each)
+        inside = [each for group in by_wait.values() for each in group]
+        waited_s, median_s = max((e.age_s for e in inside), default=0.0), _median(inside)
+        if waited_s <= max(_STRUCTURAL_S, 3 * (median_s or 0.0)):
             continue
         outside = [each for each in ranks if each not in inside]
-        entered = str(inside[0].wait).removeprefix("waits in ")
+        entered = next(iter(by_wait)).removeprefix("waits in ")
         waited = f"they have waited for {seconds(waited_s)}; {usual(median_s)}"
         for each in outside:
             if _is_absent(each, waited_s, median_s):
                 yield _absent(each, inside, entered, waited_s, [waited], [each.id])
-        if not outside and all(each.is_still for each in inside):
-            yield from _all_inside(role, inside, waited_s, median_s)
-
-
-def _all_inside(
-    role: str, ranks: Sequence[WorkerEvidence], waited_s: float, median_s: float | None
-) -> Iterator[Finding]:
-    ids, by_place = [each.id for each in ranks], dict[str, list[str]]()
-    for each in ranks:
-        by_place.setdefault(str(each.wait), []).append(each.id)
-    groups = sorted(by_place.items(), key=lambda pair: len(pair[1]))
-    described = "; ".join(f"{named(group)} {wait}" for wait, group in groups[:4])
-    if len(groups) > 1:
-        cause = f"The ranks of {role!r} wait for each other in different collectives: {described}."
-        rule, subject, step = "deadlock of ranks", named(groups[0][1]), _BRANCH
-    elif is_long(waited_s, median_s):
-        entered = f"All {len(ranks)} ranks of {role!r} have entered the same collective"
-        cause = f"{entered}, which does not end: {described}."
-        rule, subject, step = "collective stuck", role, _NETWORK
-    else:
-        return
-    yield Finding(rule, subject, cause, step, ids, since_s=waited_s)
+        if outside or not all(each.is_still for each in inside):
+            continue
+        ids, groups = [each.id for each in ranks], sorted(by_wait.items(), key=lambda e: len(e[1]))
+        places = "; ".join(f"{named(each.id for each in group)} {w}" for w, group in groups[:4])
+        if len(groups) > 1:
+            cause = f"The ranks of {role!r} wait for each other in different collectives: {places}."
+            first = named(each.id for each in groups[0][1])
+            yield Finding("deadlock of ranks", first, cause, _BRANCH, ids, since_s=waited_s)
+        elif is_long(waited_s, median_s):
+            entered = f"All {len(ranks)} ranks of {role!r} have entered the same collective"
+            cause = f"{entered}, which does not end: {places}."
+            yield Finding("collective stuck", role, cause, _NETWORK, ids, since_s=waited_s)
 
 
 def recorded_collectives(evidence: Evidence) -> Iterator[Finding]:
@@ -81,48 +65,38 @@ def recorded_collectives(evidence: Evidence) -> Iterator[Finding]:
 
     They also show collectives that no Python stack shows: those of NCCL, and asynchronous ones.
     """
-    for ranks in evidence.groups.values():
-        groups: dict[str, list[tuple[WorkerEvidence, CollectiveState]]] = {}
+    groups: dict[tuple[str, str], list[tuple[WorkerEvidence, CollectiveState]]] = {}
+    for role, ranks in evidence.groups.items():
         for worker in ranks:
             for state in worker.now.report.collectives if worker.now.report is not None else ():
-                groups.setdefault(state.group, []).append((worker, state))
-        for members in groups.values():
-            yield from _recorded(members)
-
-
-def _recorded(members: Sequence[tuple[WorkerEvidence, CollectiveState]]) -> Iterator[Finding]:
-    number = max(state.number for _, state in members)
-    inside = [(w, s) for w, s in members if s.number == number and not s.is_done]
-    waiting = [worker for worker, _ in inside]
-    waited_s = max((state.age_s for _, state in inside), default=0.0)
-    median_s = next((each.call.median_s for each in waiting if each.call is not None), None)
-    if waited_s < _STRUCTURAL_S or not is_long(waited_s, median_s, first_s=FLOOR_S):
-        return
-    kinds: dict[str, list[str]] = {}
-    for worker, state in inside:
-        has_equal_sizes = state.name.rpartition(":")[2] in ("all_reduce", "broadcast")
-        sizes = f" of shapes {state.sizes}" if has_equal_sizes else ""
-        kinds.setdefault(f"{state.name}{sizes}", []).append(worker.id)
-    wanted = max(kinds, key=lambda kind: len(kinds[kind]))
-    text = f"collective {number} of group {inside[0][1].group!r}, {wanted}"
-    source = "torch's flight recorder shows the last collective of each rank"
-    for kind, ids in kinds.items():
-        if kind != wanted:
-            yield Finding(
-                "collective mismatch",
-                named(ids),
-                f"{named(kinds[wanted])} entered {text}; {named(ids)} entered {kind}.",
-                _BRANCH,
-                [*ids, *kinds[wanted]],
-                [source],
-                waited_s,
-            )
-    for worker, state in members:
-        if state.number < number and _is_absent(worker, waited_s, median_s):
-            shown = [source, f"its last one is {state.number}, {state.name}"]
-            # The others wait in calls that no stack explains.
-            explained = [worker.id, *(each.id for each in waiting)]
-            yield _absent(worker, waiting, text, waited_s, shown, explained)
+                groups.setdefault((role, state.group), []).append((worker, state))
+    for members in groups.values():
+        number = max(state.number for _, state in members)
+        inside = [(w, s) for w, s in members if s.number == number and not s.is_done]
+        waiting = [worker for worker, _ in inside]
+        waited_s, median_s = max((s.age_s for _, s in inside), default=0.0), _median(waiting)
+        if waited_s < _STRUCTURAL_S or not is_long(waited_s, median_s, first_s=FLOOR_S):
+            continue
+        kinds: dict[str, list[str]] = {}
+        for worker, state in inside:
+            has_equal_sizes = state.name.rpartition(":")[2] in ("all_reduce", "broadcast")
+            sizes = f" of shapes {state.sizes}" if has_equal_sizes else ""
+            kinds.setdefault(f"{state.name}{sizes}", []).append(worker.id)
+        wanted = max(kinds, key=lambda kind: len(kinds[kind]))
+        text = f"collective {number} of group {inside[0][1].group!r}, {wanted}"
+        source = "torch's flight recorder shows the last collective of each rank"
+        for kind, ids in kinds.items():
+            if kind != wanted:
+                cause = f"{named(kinds[wanted])} entered {text}; {named(ids)} entered {kind}."
+                both = [*ids, *kinds[wanted]]
+                rule = "collective mismatch"
+                yield Finding(rule, named(ids), cause, _BRANCH, both, [source], waited_s)
+        for worker, state in members:
+            if state.number < number and _is_absent(worker, waited_s, median_s):
+                shown = [source, f"its last one is {state.number}, {state.name}"]
+                # The others wait in calls that no stack explains.
+                explained = [worker.id, *(each.id for each in waiting)]
+                yield _absent(worker, waiting, text, waited_s, shown, explained)
 
 
 def nccl_ranks(evidence: Evidence) -> Iterator[Finding]:
@@ -137,27 +111,22 @@ def nccl_ranks(evidence: Evidence) -> Iterator[Finding]:
             continue  # of another job on the node
         most = max(each.num_collectives for each in ranks)
         for each in ranks:
-            rule, state = "NCCL rank lost", f"is {each.problem}"
-            if not each.problem:
+            if each.problem:
+                rule, state = "NCCL rank lost", f"is {each.problem}"
+            elif each.num_collectives < most:
                 rule = "rank missing in collective"
                 state = f"has called {each.num_collectives} collectives, others {most}"
-                if each.num_collectives >= most:
-                    continue
-            id_ = ids.get((each.host, each.pid))
-            name = id_ or f"process {each.pid} on {each.host}"
-            yield Finding(
-                rule,
-                name,
-                f"{name}, rank {each.rank} of NCCL communicator {each.communicator}, {state}, by "
-                "NCCL's RAS service.",
-                f"Look at process {each.pid} on {each.host}, and at its node's devices and links.",
-                [id_] if id_ is not None else [],
-            )
+            else:
+                continue
+            id_, process = ids.get((each.host, each.pid)), f"process {each.pid} on {each.host}"
+            rank = f"rank {each.rank} of NCCL communicator {each.communicator}"
+            cause = f"{id_ or process}, {rank}, {state}, by NCCL's RAS service."
+            step = f"Look at {process}, and at its node's devices and links."
+            yield Finding(rule, id_ or process, cause, step, [id_] if id_ is not None else [])
 
 
-def _age(worker: WorkerEvidence) -> float:
-    running_s = worker.stack.running_s if worker.stack is not None else None
-    return running_s if running_s is not None else worker.call.age_s if worker.call else 0.0
+def _median(workers: Sequence[WorkerEvidence]) -> float | None:
+    return next((each.call.median_s for each in workers if each.call is not None), None)
 
 
 def _is_absent(worker: WorkerEvidence, waited_s: float, median_s: float | None) -> bool:
@@ -181,72 +150,57 @@ def _absent(
         doing = "its process does not answer"
     elif not worker.is_in_call:
         doing = "its call has not begun" if worker.call is not None else "it has no call"
-    elif worker.wait is not None:
-        doing = f"it {worker.wait}"
     else:
-        doing = f"it {'is blocked' if worker.is_idle else 'computes'}{at(worker.stack)}"
+        doing = f"it {worker.doing}"
     count = "1 rank waits" if len(inside) == 1 else f"{len(inside)} ranks wait"
+    waiting = f"{count} for it: {named(each.id for each in inside)}"
+    cause = f"{worker.id} does not enter {entered}: {doing}. {waiting}."
+    step = f"helmsman stacks shows all threads of {worker.id}. {_SAME_ORDER}."
     cpu = [] if share is None else [f"{worker.id} uses {share:.2f} cores"]
-    return Finding(
-        "rank missing in collective",
-        worker.id,
-        f"{worker.id} does not enter {entered}: {doing}. {count} for it: "
-        f"{named(each.id for each in inside)}.",
-        f"helmsman stacks shows all threads of {worker.id}. {_SAME_ORDER}.",
-        explained,
-        [*evidence, *cpu],
-        waited_s,
-    )
+    shown = [*evidence, *cpu]
+    return Finding("rank missing in collective", worker.id, cause, step, explained, shown, waited_s)
 
 
 def blocked_calls(evidence: Evidence) -> Iterator[Finding]:
     """A call takes much longer than earlier ones and makes no progress."""
     for worker in evidence.busy:
-        call, wait = worker.call, worker.wait
+        call, report = worker.call, worker.now.report
+        kind = worker.wait.kind if worker.wait is not None else ""
         if call is None or not (worker.answers and worker.is_in_call):
             continue
-        if (worker.is_in_collective and worker.now.world_size > 1) or not (
-            worker.is_idle and worker.is_still
-        ):
+        is_alone = kind != "collective" or worker.now.world_size == 1
+        if not (is_alone and worker.is_idle and worker.is_still):
             continue
-        is_external = wait is not None and wait.kind != "sleep"
-        if not is_long(call.age_s, call.median_s, first_s=_EXTERNAL_S if is_external else 30.0):
+        first_s = 30.0 if kind in ("", "sleep") else _EXTERNAL_S
+        if not is_long(call.age_s, call.median_s, first_s=first_s):
             continue
-        children = worker.now.report.children if worker.now.report is not None else []
         shown = [
-            f"child process {each.pid} is {_STATES[each.state]}: {each.command[:80]}"
-            for each in children
-            if each.state in "TZ"
+            f"child process {pid} is {STATES.get(state, state)}: {command[:80]}"
+            for pid, (state, command) in (report.children if report is not None else {}).items()
+            if state in "TZ" or kind in ("loader", "message", "process")
         ]
-        kind = wait.kind if wait is not None else ""
-        if not shown and children and kind in ("loader", "message", "process"):
-            states = [f"{each.pid} {_STATES.get(each.state, each.state)}" for each in children]
-            shown = [f"its child processes: {', '.join(states[:8])}"]
-        doing = str(wait) if wait is not None else f"makes no progress{at(worker.stack)}"
-        yield Finding(
-            f"waits: {kind}" if kind else "no progress",
-            worker.id,
-            f"{call.name} on {worker.id} {doing} and has not ended for {seconds(call.age_s)}.",
-            wait.next_step if wait is not None else "helmsman stacks shows all threads.",
-            [worker.id],
-            [usual(call.median_s), *shown],
-            call.age_s,
+        cause = f"{call.name} on {worker.id} {worker.doing} and has not ended for "
+        cause += f"{seconds(call.age_s)}."
+        step = (
+            worker.wait.next_step
+            if worker.wait is not None
+            else "helmsman stacks shows all threads."
         )
+        shown = [usual(call.median_s), *shown[:8]]
+        rule = f"waits: {kind}" if kind else "no progress"
+        yield Finding(rule, worker.id, cause, step, [worker.id], shown, call.age_s)
 
 
 def slow_calls(evidence: Evidence) -> Iterator[Finding]:
     """A call takes much longer than earlier ones, but computes."""
     for worker in evidence.busy:
-        call = worker.call
-        if call is None or call.median_s is None or worker.is_in_collective:
+        call, wait = worker.call, worker.wait
+        if call is None or call.median_s is None or (wait and wait.kind == "collective"):
             continue
         if is_long(call.age_s, call.median_s):
+            took = f"has run for {seconds(call.age_s)}; {usual(call.median_s)}"
+            cause = f"{call.name} on {worker.id} {took}. It makes progress{at(worker.stack)}."
             yield Finding(
-                "slow call",
-                worker.id,
-                f"{call.name} on {worker.id} has run for {seconds(call.age_s)}; "
-                f"{usual(call.median_s)}. It makes progress{at(worker.stack)}.",
-                workers=[worker.id],
-                since_s=call.age_s,
+                *("slow call", worker.id, cause, "", [worker.id], [], call.age_s),
                 is_problem=False,
             )

@@ -24,6 +24,7 @@ RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     call_rules.nccl_ranks,
     flow_rules.weight_sync,
     flow_rules.rollouts,
+    flow_rules.stragglers,
     call_rules.blocked_calls,
     flow_rules.script_waits,
     call_rules.slow_calls,
@@ -40,13 +41,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What the run does or waits for now."""
 
     @property
-    def problems(self) -> list[Finding]:
-        return [each for each in self.findings if each.is_problem]
-
-    @property
     def is_healthy(self) -> bool:
         """Whether there is no problem."""
-        return not self.problems
+        return not any(each.is_problem for each in self.findings)
 
 
 def diagnose_run(now: RunSnapshot, before: RunSnapshot) -> Diagnosis:
@@ -72,15 +69,14 @@ def _waits_for(evidence: Evidence) -> str:
         for call in worker.now.calls:
             name = f"{worker.now.role}.{call.name.rpartition('.')[2]}"
             by_method.setdefault(name, []).append((call, worker.id))
-    if by_method:
-        parts = []
-        for name, calls in list(by_method.items())[:4]:
-            oldest = max((call for call, _ in calls), key=lambda call: call.age_s)
-            where = named(dict.fromkeys(worker_id for _, worker_id in calls))
-            parts.append(f"{name} on {where} ({seconds(oldest.age_s)}; {usual(oldest.median_s)})")
-        return f"{prefix}The run waits for {'; '.join(parts)}."
+    parts = []
+    for name, calls in list(by_method.items())[:4]:
+        oldest = max((call for call, _ in calls), key=lambda call: call.age_s)
+        where = named(dict.fromkeys(worker_id for _, worker_id in calls))
+        parts.append(f"{name} on {where} ({seconds(oldest.age_s)}; {usual(oldest.median_s)})")
     where = at(run.script.stacks[0] if run.script is not None and run.script.stacks else None)
-    if run.node is not None:
-        here = f"Rank {run.node.rank} of {run.node.count} {run.node.doing}"
-        return f"{here} ({seconds(run.node.since_s)}){where}."
+    if parts:
+        return f"{prefix}The run waits for {'; '.join(parts)}."
+    if (node := run.node) is not None:
+        return f"Rank {node.rank} of {node.count} {node.doing} ({seconds(node.since_s)}){where}."
     return f"{prefix}No call is open; the script runs its own code{where}."

@@ -5,10 +5,20 @@ from __future__ import annotations
 import msgspec
 
 from helmsman.api.run_state import ProcessReport, RunSnapshot, StackTrace, WorkerSnapshot
-from helmsman.controller._diagnosis.stacks import signature, wait_of
+from helmsman.controller._diagnosis.stacks import at, signature, wait_of
 
 FLOOR_S = 10.0
 """A call is not long before this, however short earlier ones were."""
+STATES = {
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "a zombie",
+    "gone": "gone",
+    "S": "asleep",
+    "R": "running",
+    "D": "waiting for a disk",
+}
+"""State of a process in /proc -> its description; it does not run in the first four."""
 BUSY = 0.3
 """A process that uses more than this share of a core between the snapshots makes progress."""
 
@@ -53,8 +63,10 @@ def usual(median_s: float | None) -> str:
     return "its first one" if median_s is None else f"the median is {seconds(median_s)}"
 
 
-def seconds(value: float) -> str:
-    """Format a duration."""
+def seconds(value: float | None) -> str:
+    """Format a duration; '' for None."""
+    if value is None:
+        return ""
     if value < 1:
         return f"{value * 1000:.0f} ms"
     if value < 120:
@@ -91,9 +103,17 @@ class WorkerEvidence:
         return self.stack is not None and bool(self.stack.call)
 
     @property
-    def is_in_collective(self) -> bool:
-        """Whether its call waits in a collective."""
-        return self.wait is not None and self.wait.kind == "collective"
+    def age_s(self) -> float:
+        """Seconds since the shown call began; since its oldest call was sent, if it is unknown."""
+        sent_s = self.call.age_s if self.call is not None else 0.0
+        return self.stack.running_s or sent_s if self.stack is not None else sent_s
+
+    @property
+    def doing(self) -> str:
+        """What its process does, as a predicate."""
+        if self.wait is not None:
+            return self.wait.text
+        return f"{'is blocked' if self.is_idle else 'computes'}{at(self.stack)}"
 
 
 def _stack_of(report: ProcessReport | None) -> StackTrace | None:

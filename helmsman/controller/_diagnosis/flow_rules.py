@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from helmsman.api.run_state import RolloutSnapshot, StackTrace
+from helmsman.api.run_state import RolloutSnapshot
 from helmsman.controller._diagnosis.evidence import BUSY, Evidence, Finding, is_long, seconds, usual
 from helmsman.controller._diagnosis.stacks import at, named, signature, wait_of
 
@@ -19,14 +20,10 @@ def placement(evidence: Evidence) -> Iterator[Finding]:
     """A start waits for resources that others hold."""
     for phase in evidence.now.phases:
         if phase.kind == "placement" and phase.waits_for and phase.age_s > _PENDING_S:
-            yield Finding(
-                "placement pending",
-                phase.detail,
-                f"The placement of {phase.detail} waits for resources: {phase.waits_for}.",
-                "End the holders, request less, or add nodes; helmsman plan shows the change that "
-                "would make it fit.",
-                since_s=phase.age_s,
-            )
+            cause = f"The placement of {phase.detail} waits for resources: {phase.waits_for}."
+            step = "End the holders, request less, or add nodes; helmsman plan shows the change "
+            step += "that would make it fit."
+            yield Finding("placement pending", phase.detail, cause, step, since_s=phase.age_s)
 
 
 def weight_sync(evidence: Evidence) -> Iterator[Finding]:
@@ -36,26 +33,21 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding]:
             continue
         late = {
             worker.id: f"{call.name} on {worker.id} has run for {seconds(call.age_s)}"
-            + (f" and {worker.wait}" if worker.wait is not None else "")
+            + (f" and {worker.wait.text}" if worker.wait is not None else "")
             for worker in evidence.workers
             for call in worker.now.calls
             if call.name.endswith(_SYNC_METHODS)
         }
         waits = f"{named(late)} have not finished their part" if late else "requests have not ended"
-        yield Finding(
-            "weight sync stuck",
-            named(late) or phase.detail,
-            f"The weight sync from {phase.detail} has not ended for {seconds(phase.age_s)}: "
-            f"{waits}.",
-            "helmsman stacks shows the threads of these workers.",
-            list(late),
-            [usual(phase.median_s), *list(late.values())[:8]],
-            phase.age_s,
-        )
+        subject, open_s = named(late) or phase.detail, seconds(phase.age_s)
+        cause = f"The weight sync from {phase.detail} has not ended for {open_s}: {waits}."
+        step = "helmsman stacks shows the threads of these workers."
+        shown = [usual(phase.median_s), *list(late.values())[:8]]
+        yield Finding("weight sync stuck", subject, cause, step, [*late], shown, phase.age_s)
 
 
 def rollouts(evidence: Evidence) -> Iterator[Finding]:
-    """Requests cannot start, or one of them is a straggler."""
+    """Requests cannot start."""
     is_syncing = any(each.kind == "weight sync" for each in evidence.now.phases)
     for rollout in evidence.now.rollouts:
         oldest_s = rollout.requests[0].age_s if rollout.requests else 0.0
@@ -65,7 +57,6 @@ def rollouts(evidence: Evidence) -> Iterator[Finding]:
             if reason:
                 text = f"{cause}: {reason}."
                 yield Finding("rollout starved", rollout.role, text, step, since_s=oldest_s)
-        yield from _straggler(evidence, rollout)
 
 
 def _not_started(rollout: RolloutSnapshot, *, is_syncing: bool) -> tuple[str, str]:
@@ -81,39 +72,29 @@ def _not_started(rollout: RolloutSnapshot, *, is_syncing: bool) -> tuple[str, st
     return f"no instance is healthy ({states})", "helmsman logs shows their failures."
 
 
-def _straggler(evidence: Evidence, rollout: RolloutSnapshot) -> Iterator[Finding]:
-    median_s = rollout.median_s
-    if median_s is None or rollout.num_done < 3:
-        return
-    late = [e for e in rollout.requests if e.instance_id and is_long(e.age_s, median_s, factor=8.0)]
-    ids = sorted({each.instance_id for each in late})
-    if not late or rollout.num_in_flight > max(2 * len(late), 1):
-        return
-    doing = []
-    for worker in evidence.workers:
-        if worker.id in ids and worker.stack is not None:
-            state = "is idle" if worker.is_idle else "computes"
-            doing.append(f"{worker.id} {worker.wait or state + at(worker.stack)}")
-    first = late[0]
-    yield Finding(
-        "straggler",
-        named(ids),
-        f"{len(late)} of {rollout.num_in_flight} requests in flight are stragglers: "
-        f"{first.request_id} on {first.instance_id} has been open for {seconds(first.age_s)}; "
-        f"{usual(median_s)}.",
-        "RequestOptions(deadline_s=...) bounds a request; abort() returns its tokens so far.",
-        ids,
-        doing,
-        first.age_s,
-    )
+def stragglers(evidence: Evidence) -> Iterator[Finding]:
+    """A few requests take much longer than the others."""
+    for rollout in evidence.now.rollouts:
+        median_s, opened = rollout.median_s, [e for e in rollout.requests if e.instance_id]
+        late = [e for e in opened if is_long(e.age_s, median_s, factor=8.0, first_s=math.inf)]
+        if not late or rollout.num_done < 3 or rollout.num_in_flight > max(2 * len(late), 1):
+            continue
+        ids, first = sorted({each.instance_id for each in late}), late[0]
+        doing = [f"{e.id} {e.doing}" for e in evidence.workers if e.id in ids and e.stack]
+        cause = f"{len(late)} of {rollout.num_in_flight} requests in flight are stragglers: "
+        cause += f"{first.request_id} on {first.instance_id} has been open for "
+        cause += f"{seconds(first.age_s)}; {usual(median_s)}."
+        step = "RequestOptions(deadline_s=...) bounds a request; abort() returns its tokens so far."
+        yield Finding("straggler", named(ids), cause, step, ids, doing, first.age_s)
 
 
 def script_waits(evidence: Evidence) -> Iterator[Finding]:
     """The script itself waits, without a limit, while no worker has anything to do."""
     run, before = evidence.now, evidence.before.script
-    if run.script is None or before is None or evidence.busy or run.loop_stack:
-        return
-    if any(each.num_in_flight or each.num_queued for each in run.rollouts):
+    if run.script is None or before is None or run.answered_by == "observation":
+        return  # script_process explains a script that does not answer
+    is_open = any(each.num_in_flight or each.num_queued for each in run.rollouts)
+    if evidence.busy or run.loop_stack or is_open:
         return
     if any(each.kind in ("placement", "create_workers", "weight sync") for each in run.phases):
         return
@@ -122,26 +103,17 @@ def script_waits(evidence: Evidence) -> Iterator[Finding]:
     if is_busy or not is_long(age_s, run.longest_idle_s or None):
         return
     earlier = {signature(each) for each in before.stacks}
-    shown = [
-        f"{each.thread} {wait_of(each) or 'waits' + at(each)}"
-        for each in run.script.stacks
-        if each.frames and signature(each) in earlier and _is_unbounded(each)
-    ]
+    shown = []
+    for each in run.script.stacks:
+        if each.frames and signature(each) in earlier:
+            wait, line = wait_of(each), each.frames[-1].text
+            awaits = each.thread.startswith("task") and "await " in line
+            is_endless = wait.kind != "sleep" if wait is not None else awaits
+            if is_endless:
+                shown.append(f"{each.thread} {wait.text if wait else 'waits' + at(each)}")
     if shown:
-        yield Finding(
-            "script waits",
-            "script",
-            f"The script waits for something outside Helmsman: {shown[0]}. No call or request is "
-            "open.",
-            "Give the wait a timeout; helmsman stacks RUN script shows all threads.",
-            evidence=[*shown[1:8], f"no call has begun or ended for {seconds(age_s)}"],
-            since_s=age_s,
-        )
-
-
-def _is_unbounded(stack: StackTrace) -> bool:
-    """Whether a stack waits for an event that may never come."""
-    wait = wait_of(stack)
-    if wait is not None:
-        return wait.kind != "sleep"
-    return stack.thread.startswith("task") and "await " in stack.frames[-1].text
+        cause = f"The script waits for something outside Helmsman: {shown[0]}. No call or request "
+        cause += "is open."
+        step = "Give the wait a timeout; helmsman stacks RUN script shows all threads."
+        shown = [*shown[1:8], f"no call has begun or ended for {seconds(age_s)}"]
+        yield Finding("script waits", "script", cause, step, [], shown, age_s)

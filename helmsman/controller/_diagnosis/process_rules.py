@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from helmsman.api.run_state import NodeReport, StackTrace
-from helmsman.controller._diagnosis.evidence import Evidence, Finding, WorkerEvidence, seconds
+from helmsman.api.run_state import ProcessReport, StackTrace
+from helmsman.controller._diagnosis.evidence import (
+    STATES,
+    Evidence,
+    Finding,
+    WorkerEvidence,
+    seconds,
+)
 from helmsman.controller._diagnosis.stacks import at, named, place, site_of
 
 _STUCK_S = 2.0
@@ -15,7 +21,7 @@ _LOW_SHARE, _LOW_BYTES = 0.005, 64 << 20
 _LOW_MEMORY_BYTES = 256 << 20
 _SWAPPED_SHARE = 0.2
 _CLOCK_S = 5.0
-_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "a zombie", "gone": "gone"}
+_HALTED = ("T", "t", "Z", "gone")
 _IN_C = {
     "running": "computes in C code that holds the interpreter lock",
     "disk": "waits for a disk or for swapped memory",
@@ -24,43 +30,44 @@ _IN_C = {
 """State of a process whose interpreter is stuck -> its description."""
 
 
-def _continue(pid: int) -> str:
-    return f"kill -CONT {pid} lets it continue."
-
-
 def script_process(evidence: Evidence) -> Iterator[Finding]:
     """The script's process is stopped, stuck or a zombie."""
     run = evidence.now
     if run.answered_by != "observation":
         return
     since_s, state = run.script_stuck_s, run.script_state
-    shown = _its_stack(run.script.stacks[0] if run.script and run.script.stacks else None)
+    stack = run.script.stacks[0] if run.script and run.script.stacks else None
     process = f"The script's process {run.pid}"
-    if state in _STATES:
+    if state in _HALTED:
         step = "Attach to or end the process that holds it."
         step = _continue(run.pid) if state == "T" else step
-        cause = f"{process} is {_STATES[state]}."
+        cause = f"{process} is {STATES[state]}."
         yield Finding("script stopped", "script", cause, step, since_s=since_s)
     elif since_s is not None and since_s < _STUCK_S:
         cause = f"{process} runs, but does not answer on its control socket."
         step = "Ask again; it may have too many threads or open files."
-        yield Finding("script silent", "script", cause, step, evidence=shown)
+        yield Finding("script silent", "script", cause, step, evidence=_shown(stack))
     else:
         doing = _IN_C[{"R": "running", "D": "disk"}.get(state, "sleeping")]
-        cause = f"{process} does not run Python: it {doing}."
-        yield _interpreter_stuck("script", run.pid, cause, shown, since_s)
+        yield _stuck(
+            "script", run.pid, f"{process} does not run Python: it {doing}.", stack, since_s
+        )
 
 
-def _its_stack(stack: StackTrace | None) -> list[str]:
+def _continue(pid: int | None, where: str = "") -> str:
+    return f"kill -CONT {pid}{where} lets it continue."
+
+
+def _shown(stack: StackTrace | None) -> list[str]:
     return [f"its stack: {place(site)}"] if (site := site_of(stack)) is not None else []
 
 
-def _interpreter_stuck(
-    subject: str, pid: int | None, cause: str, shown: list[str], since_s: float | None
+def _stuck(
+    subject: str, pid: int | None, cause: str, stack: StackTrace | None, since_s: float | None
 ) -> Finding:
     step = f"py-spy dump --native --pid {pid} shows the C function."
     workers = [] if subject == "script" else [subject]
-    return Finding("interpreter stuck", subject, cause, step, workers, shown, since_s)
+    return Finding("interpreter stuck", subject, cause, step, workers, _shown(stack), since_s)
 
 
 def supervised_node(evidence: Evidence) -> Iterator[Finding]:
@@ -70,10 +77,10 @@ def supervised_node(evidence: Evidence) -> Iterator[Finding]:
         return
     here = f"rank {node.rank} of {node.count}"
     for name, (pid, state) in node.processes.items():
-        if state in _STATES:
+        if state in _HALTED:
             step = f"Look at the output of helmsman up on {run.host}."
             step = _continue(pid) if state == "T" else step
-            cause = f"The {name} of {here} is {_STATES[state]}: process {pid} on {run.host}."
+            cause = f"The {name} of {here} is {STATES[state]}: process {pid} on {run.host}."
             yield Finding("process stopped", name, cause, step)
     if node.since_s < _NODE_S or not (node.is_apart or node.missing):
         return
@@ -88,53 +95,40 @@ def supervised_node(evidence: Evidence) -> Iterator[Finding]:
 def event_loop(evidence: Evidence) -> Iterator[Finding]:
     """A callback or coroutine of the script blocks Helmsman's event loop."""
     run = evidence.now
-    if run.loop_stack is not None:
-        yield Finding(
-            "event loop blocked",
-            "script",
-            f"A callback or coroutine blocks Helmsman's event loop{at(run.loop_stack)}, so that no "
-            "worker can be asked and no call ends.",
-            "Run it in a thread: await asyncio.to_thread(...); callbacks of futures must return at "
-            "once.",
-            [each.worker_id for each in run.workers],
-            [f"its stack: {each}" for each in run.loop_stack.frames[-4:]],
-        )
+    if (stack := run.loop_stack) is not None:
+        cause = f"A callback or coroutine blocks Helmsman's event loop{at(stack)}, so that no "
+        cause += "worker can be asked and no call ends."
+        step = "Run it in a thread: await asyncio.to_thread(...); callbacks of futures must return "
+        step += "at once."
+        ids = [each.worker_id for each in run.workers]
+        shown = [f"its stack: {place(each)}" for each in stack.frames[-4:]]
+        yield Finding("event loop blocked", "script", cause, step, ids, shown)
 
 
 def worker_processes(evidence: Evidence) -> Iterator[Finding]:
     """A worker's process is stopped, a zombie, dead, or its interpreter is stuck."""
     for worker in evidence.workers:
-        now, health = worker.now, worker.now.health
+        now, health, id_ = worker.now, worker.now.health, worker.id
         calls = ", ".join(each.name for each in now.calls[:4])
         calls = f"; open calls: {calls}" if calls else ""
         if now.process_state in ("Z", "gone") or now.state == "failed":
-            how = f"its process {now.pid} is {_STATES.get(now.process_state, 'dead')}"
-            how = f"it {now.error}" if now.error else how
-            cause, step = (
-                f"{worker.id} is dead: {how}{calls}.",
-                "helmsman logs shows its last output",
-            )
-            yield Finding("worker dead", worker.id, cause, f"{step} ({now.log_path}).", [worker.id])
+            how = f"its process {now.pid} is {STATES.get(now.process_state, 'dead')}"
+            cause = f"{id_} is dead: {f'it {now.error}' if now.error else how}{calls}."
+            step = f"helmsman logs shows its last output ({now.log_path})."
+            yield Finding("worker dead", id_, cause, step, [id_])
             continue
         if health is None or health.stuck_s is None or health.stuck_s < _STUCK_S:
             continue
         rest = f"{f', during {health.running}' if health.running else ''}{calls}."
         process = f"its process {health.pid} on {now.node}"
         if health.process_state == "stopped":
-            yield Finding(
-                "worker stopped",
-                worker.id,
-                f"{worker.id} is stopped: {process} received SIGSTOP or is held by a "
-                f"debugger{rest}",
-                f"kill -CONT {health.pid} on {now.node} lets it continue.",
-                [worker.id],
-                since_s=health.stuck_s,
-            )
+            cause = f"{id_} is stopped: {process} received SIGSTOP or is held by a debugger{rest}"
+            step = _continue(health.pid, f" on {now.node}")
+            yield Finding("worker stopped", id_, cause, step, [id_], since_s=health.stuck_s)
         else:
             doing = _IN_C.get(health.process_state or "", _IN_C["sleeping"])
-            cause = f"{worker.id} does not run Python: {process} {doing}{rest}"
-            shown = _its_stack(worker.stack)
-            yield _interpreter_stuck(worker.id, health.pid, cause, shown, health.stuck_s)
+            cause = f"{id_} does not run Python: {process} {doing}{rest}"
+            yield _stuck(id_, health.pid, cause, worker.stack, health.stuck_s)
 
 
 def silent_nodes(evidence: Evidence) -> Iterator[Finding]:
@@ -160,22 +154,19 @@ def silent_nodes(evidence: Evidence) -> Iterator[Finding]:
 def nodes(evidence: Evidence) -> Iterator[Finding]:
     """A disk, shared memory or memory is full, or a clock was set."""
     run = evidence.now
-    reports: dict[str, NodeReport] = {}
-    jumps: dict[str, float] = {}
+    reports: dict[str, ProcessReport] = {}
     for worker in run.workers:
         report = worker.report
         if report is None:
             continue
-        reports[worker.node], jumps[worker.node] = report.node, report.clock_jump_s
+        reports[worker.node] = report
         swapped = report.swap_bytes
         if swapped > max(_SWAPPED_SHARE * (report.rss_bytes + swapped), _LOW_BYTES):
             cause = f"{swapped >> 20} MiB of {worker.worker_id} on {worker.node} are swapped out."
             step = "Reduce the memory of the node's processes."
             yield Finding("swapping", worker.worker_id, cause, step, [worker.worker_id])
     if run.script is not None:
-        own = run.script.node.node or f"the script's node {run.host}"
-        reports.setdefault(own, run.script.node)
-        jumps.setdefault(run.host if own not in jumps else own, run.script.clock_jump_s)
+        reports.setdefault(run.script.node or f"the script's node {run.host}", run.script)
     for node, state in reports.items():
         for path, (free, total) in state.disks.items():
             if total and free < max(_LOW_BYTES, _LOW_SHARE * total):
@@ -186,13 +177,9 @@ def nodes(evidence: Evidence) -> Iterator[Finding]:
             cause = f"{node} has {state.memory_available >> 20} MiB of memory left."
             step = "Reduce batch or cache sizes, or the number of workers on the node."
             yield Finding("memory full", node, cause, step)
-    for node, jump_s in jumps.items():
-        if abs(jump_s) > _CLOCK_S:
+        if abs(jump_s := state.clock_jump_s) > _CLOCK_S:
             set_by = f"{'ahead' if jump_s > 0 else 'back'} by {seconds(abs(jump_s))}"
-            yield Finding(
-                "clock set",
-                node,
-                f"The clock of {node} was set {set_by} during the run.",
-                "Helmsman's own limits use a monotonic clock; check code that uses time.time(), "
-                "certificates and tokens.",
-            )
+            cause = f"The clock of {node} was set {set_by} during the run."
+            step = "Helmsman's own limits use a monotonic clock; check code that uses time.time(), "
+            step += "certificates and tokens."
+            yield Finding("clock set", node, cause, step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from helmsman.api.run_state import Frame, StackTrace
@@ -24,6 +24,7 @@ _COLLECTIVE_CALL = re.compile(
     rf"\b(?:dist|distributed|torch\.distributed|c10d|group|pg)\.({_COLLECTIVES})\("
 )
 _LIBRARY = re.compile(r"/(?:site-packages|dist-packages)/|/lib/python3\.\d+/|^<")
+_MOST_NAMES = 6
 _OWN = re.compile(r"/helmsman/(?:api|controller|rpc_server|engines|recipes|compat)/")
 
 
@@ -40,10 +41,7 @@ class _Way(NamedTuple):
 
 _WAYS = {
     "collective": _Way("waits in"),
-    "loader": _Way(
-        "waits for a DataLoader",
-        "Check the DataLoader's worker processes and the data's storage.",
-    ),
+    "loader": _Way("waits for a DataLoader", "Check its worker processes and the data's storage."),
     "name lookup": _Way(
         "waits for a name lookup",
         "Check /etc/resolv.conf and the name server of the node.",
@@ -90,20 +88,12 @@ _WAYS = {
 
 
 class Wait(NamedTuple):
-    """What a stack waits for."""
+    """The wait of a stack."""
 
     kind: str
-    site: Frame
-    """Innermost frame in the user's code, else innermost frame."""
-    what: str = ""
-    """Name of the collective; '' for other kinds."""
-
-    def __str__(self) -> str:
-        return f"{_WAYS[self.kind].verb} {self.what}".rstrip() + f" at {place(self.site)}"
-
-    @property
-    def next_step(self) -> str:
-        return _WAYS[self.kind].next_step
+    text: str
+    """Its description: 'waits in all_reduce at train.py:210 (all_reduce(x))'."""
+    next_step: str
 
 
 def site_of(stack: StackTrace | None) -> Frame | None:
@@ -124,28 +114,35 @@ def at(stack: StackTrace | None) -> str:
 
 def wait_of(stack: StackTrace | None) -> Wait | None:
     """Return the wait of a stack; None if it computes, or waits in an unknown way."""
-    site = site_of(stack)
-    if stack is None or site is None:
+    kind = _kind_of(stack.frames) if stack is not None and stack.frames else ""
+    if not kind:
         return None
-    for number, frame in reversed(list(enumerate(stack.frames))):
+    kind, _, collective = kind.partition(":")
+    verb = f"{_WAYS[kind].verb} {collective}".rstrip()
+    return Wait(kind, verb + at(stack), _WAYS[kind].next_step)
+
+
+def _kind_of(frames: Sequence[Frame]) -> str:
+    """Return the kind of the wait of these frames, 'collective:' with its name; '' for none."""
+    for number, frame in reversed(list(enumerate(frames))):
         if "torch/distributed/" in frame.file and _COLLECTIVE_NAME.fullmatch(frame.function):
-            return Wait("collective", site, frame.function)
-        below = stack.frames[number + 1 :]
+            return f"collective:{frame.function}"
+        below = frames[number + 1 :]
         called = _COLLECTIVE_CALL.search(frame.text)
         if called and (not below or any("/torch/" in each.file for each in below)):
-            return Wait("collective", site, called[1])
+            return f"collective:{called[1]}"
         if frame.file.endswith("torch/utils/data/dataloader.py"):
             # It waits for its processes, unless it executes the user's code.
             if all(_LIBRARY.search(each.file) for each in below):
-                return Wait("loader", site)
+                return "loader"
             break
-    inner = [f"{each.file}:{each.function}" for each in stack.frames[-4:]]
+    inner = [f"{each.file}:{each.function}" for each in frames[-4:]]
     for kind, way in _WAYS.items():
         if any(re.search(way.inner, each) for each in inner) or re.search(
-            way.line, stack.frames[-1].text
+            way.line, frames[-1].text
         ):
-            return Wait(kind, site)
-    return None
+            return kind
+    return ""
 
 
 def place(frame: Frame) -> str:
@@ -159,18 +156,7 @@ def signature(stack: StackTrace | None) -> tuple[tuple[str, int, str], ...]:
     return tuple((each.file, each.line, each.function) for each in frames)
 
 
-def grouped(
-    stacks: Mapping[str, Sequence[StackTrace]],
-) -> list[tuple[list[str], Sequence[StackTrace]]]:
-    """Return (processes, stacks) of groups of processes with equal stacks, the largest first."""
-    groups: dict[object, tuple[list[str], Sequence[StackTrace]]] = {}
-    for name, found in stacks.items():
-        key = tuple((each.thread if not each.call else "", signature(each)) for each in found)
-        groups.setdefault(key, ([], found))[0].append(name)
-    return sorted(groups.values(), key=lambda group: -len(group[0]))
-
-
-def named(names: Iterable[str], most: int = 6) -> str:
+def named(names: Iterable[str]) -> str:
     """Format worker ids, ranges of one role together: 'actor/0-14, actor/16'."""
     by_role: dict[str, list[int]] = {}
     parts = []
@@ -186,5 +172,5 @@ def named(names: Iterable[str], most: int = 6) -> str:
             numbers = [number for _, number in pairs]
             last = f"-{numbers[-1]}" if len(numbers) > 1 else ""
             parts.append(f"{role}/{numbers[0]}{last}")
-    more = f" and {len(parts) - most} more" if len(parts) > most else ""
-    return ", ".join(parts[:most]) + more
+    more = f" and {len(parts) - _MOST_NAMES} more" if len(parts) > _MOST_NAMES else ""
+    return ", ".join(parts[:_MOST_NAMES]) + more

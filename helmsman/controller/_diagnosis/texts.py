@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from helmsman.api.plan import aligned
 from helmsman.api.run_state import RolloutSnapshot, RunSnapshot, StackTrace, WorkerSnapshot
 from helmsman.controller._diagnosis.diagnosis import Diagnosis
-from helmsman.controller._diagnosis.evidence import Finding, seconds
-from helmsman.controller._diagnosis.stacks import at, grouped, named, wait_of
+from helmsman.controller._diagnosis.evidence import seconds, usual
+from helmsman.controller._diagnosis.stacks import at, named, signature, wait_of
 from helmsman.controller._node.observation import size
 
 _MOST_ROWS = 40
@@ -20,13 +20,9 @@ _MOST_ROWS = 40
 def is_healthy(run: RunSnapshot) -> bool:
     """Return whether the script, or the node's supervisor, and all workers answer."""
     node = run.node
-    states = [state for _, state in node.processes.values()] if node is not None else []
-    return (
-        run.answered_by != "observation"
-        and not (node is not None and node.is_apart)
-        and not {*states} & {*"TtZ"}
-        and all(map(is_well, run.workers))
-    )
+    if node is not None and (node.is_apart or {s for _, s in node.processes.values()} & {*"TtZ"}):
+        return False
+    return run.answered_by != "observation" and all(map(is_well, run.workers))
 
 
 def is_well(worker: WorkerSnapshot) -> bool:
@@ -49,32 +45,26 @@ def status_text(run: RunSnapshot, earlier: RunSnapshot | None = None) -> str:
         lines += [f"{name}: pid {pid}, {state}" for name, (pid, state) in node.processes.items()]
     if run.answered_by == "observation":
         stuck = f" for {seconds(run.script_stuck_s)}" if run.script_stuck_s is not None else ""
-        lines.append(
-            f"THE SCRIPT DOES NOT ANSWER{stuck}; its process is in state {run.script_state}"
-        )
+        state = f"its process is in state {run.script_state}"
+        lines.append(f"THE SCRIPT DOES NOT ANSWER{stuck}; {state}")
     if run.facts:
         lines.append("  ".join(f"{name} {value}" for name, value in run.facts.items()))
     for phase in run.phases:
-        usual = f"; median {seconds(phase.median_s)}" if phase.median_s is not None else ""
         name = f"{phase.kind} {phase.detail}".rstrip()
-        lines.append(f"phase: {name} ({seconds(phase.age_s)}{usual})")
-    lines += ["", aligned(_worker_rows(run.workers))]
+        lines.append(f"phase: {name} ({seconds(phase.age_s)}; {usual(phase.median_s)})")
+    head = ("worker", "state", "node", "devices", "call", "for", "median", "memory", "restarts")
+    groups: dict[object, list[WorkerSnapshot]] = {}
+    for each in run.workers:
+        is_short = len(run.workers) <= _MOST_ROWS
+        key = each.worker_id if is_short else (each.role, state_of(each), _call(each))
+        groups.setdefault(key, []).append(each)
+    lines += ["", aligned([head, *map(_row, groups.values())])]
     before = {each.role: each for each in earlier.rollouts} if earlier is not None else {}
     for rollout in run.rollouts:
         first = before.get(rollout.role)
         since = earlier.taken_at if earlier is not None and first is not None else run.started_at
         lines += ["", *_rollout_lines(rollout, first, max(run.taken_at - since, 0.001))]
     return "\n".join(lines)
-
-
-def _worker_rows(workers: Sequence[WorkerSnapshot]) -> list[tuple[str, ...]]:
-    groups: dict[object, list[WorkerSnapshot]] = {}
-    for each in workers:
-        is_short = len(workers) <= _MOST_ROWS
-        key = each.worker_id if is_short else (each.role, state_of(each), _call(each))
-        groups.setdefault(key, []).append(each)
-    head = ("worker", "state", "node", "devices", "call", "for", "median", "memory", "restarts")
-    return [head, *map(_row, groups.values())]
 
 
 def _row(workers: Sequence[WorkerSnapshot]) -> tuple[str, ...]:
@@ -90,8 +80,8 @@ def _row(workers: Sequence[WorkerSnapshot]) -> tuple[str, ...]:
         first.node if len(nodes) == 1 else f"{len(nodes)} nodes",
         ",".join(first.devices) if len(workers) == 1 else str(sum(len(e.devices) for e in workers)),
         _call(first) + more,
-        seconds(call.age_s) if call is not None else "",
-        seconds(call.median_s) if call is not None and call.median_s is not None else "",
+        seconds(call.age_s if call is not None else None),
+        seconds(call.median_s if call is not None else None),
         size(sum(sizes.values())) if any(sizes.values()) else "",
         str(sum(each.num_restarts for each in workers) or ""),
     )
@@ -124,17 +114,14 @@ def _rollout_lines(
     num_tokens = rollout.num_tokens_done - (before.num_tokens_done if before is not None else 0)
     median = f", median {seconds(rollout.median_s)}" if rollout.median_s is not None else ""
     states = collections.Counter(rollout.instances.values())
-    paused = ", ".join(each or "pause()" for each in rollout.paused_by)
     counts = f"{rollout.num_queued} queued, {rollout.num_in_flight} in flight"
-    parts = [
-        f"{rollout.role}: {counts}, {rollout.num_done} done{median}",
-        f"{num_tokens / apart_s:.0f} tokens/s",
-        f"weight version {'none' if rollout.version is None else rollout.version}",
-        "instances: " + ", ".join(f"{number} {state}" for state, number in states.items()),
-        *([f"paused by {paused}"] if rollout.paused_by else []),
-        *(["asleep"] if rollout.is_asleep else []),
-    ]
-    lines = ["; ".join(parts)]
+    line = f"{rollout.role}: {counts}, {rollout.num_done} done{median}"
+    line += f"; {num_tokens / apart_s:.0f} tokens/s"
+    line += f"; weight version {'none' if rollout.version is None else rollout.version}"
+    line += "; instances: " + ", ".join(f"{number} {state}" for state, number in states.items())
+    if rollout.paused_by:
+        line += f"; paused by {', '.join(each or 'pause()' for each in rollout.paused_by)}"
+    lines = [line + ("; asleep" if rollout.is_asleep else "")]
     if any(rollout.num_behind):
         shown = ", ".join(f"{n} by {behind}" for behind, n in rollout.num_behind.items())
         lines.append(f"  recent samples behind these weights: {shown} versions")
@@ -151,22 +138,24 @@ def stacks_text(run: RunSnapshot) -> str:
     heads, parts = [], []
     if run.script is not None:
         parts.append(stack_text("script", [each for each in run.script.stacks if each.frames]))
-    for names, stacks in grouped(found):
-        heads.append(f"{len(names)} of {len(found)} workers ({named(names)}) {_doing(stacks)}")
+    groups: dict[object, list[str]] = {}
+    for name, stacks in found.items():
+        key = tuple((each.thread if not each.call else "", signature(each)) for each in stacks)
+        groups.setdefault(key, []).append(name)
+    for names in sorted(groups.values(), key=len, reverse=True):
+        stacks = found[names[0]]
+        running = next((each for each in stacks if each.call), None)
+        doing = "have no call"
+        if running is not None:
+            wait = wait_of(running)
+            doing = wait.text if wait else f"in {at(running).removeprefix(' at ') or running.call}"
+        heads.append(f"{len(names)} of {len(found)} workers ({named(names)}) {doing}")
         parts.append(stack_text(named(names), stacks))
-    parts += [
-        f"{each.worker_id}: no stacks: {each.error or 'it does not answer'}"
-        for each in run.workers
-        if each.worker_id not in found
-    ]
+    for each in run.workers:
+        if each.worker_id not in found:
+            reason = each.error or "it does not answer"
+            parts.append(f"{each.worker_id}: no stacks: {reason}")
     return "\n".join([*heads, *([""] if heads else []), *parts])
-
-
-def _doing(stacks: Sequence[StackTrace]) -> str:
-    running = next((each for each in stacks if each.call), None)
-    if running is None:
-        return "have no call"
-    return str(wait_of(running) or f"in {at(running).removeprefix(' at ') or running.call}")
 
 
 def stack_text(name: str, stacks: Sequence[StackTrace]) -> str:
@@ -184,18 +173,17 @@ def stack_text(name: str, stacks: Sequence[StackTrace]) -> str:
 
 def why_text(diagnosis: Diagnosis) -> str:
     """Format a diagnosis."""
-    problems = diagnosis.problems
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}, causes first."
-    lines = [f"run {diagnosis.run_id}: {count if problems else 'no problem found.'}"]
+    number = sum(each.is_problem for each in diagnosis.findings)
+    count = f"{number} problem{'s' if number > 1 else ''}, causes first."
+    lines = [f"run {diagnosis.run_id}: {count if number else 'no problem found.'}"]
     for each in diagnosis.findings:
-        lines += ["", *(_finding_lines(each) if each.is_problem else [f"note: {each.cause}"])]
+        if not each.is_problem:
+            lines += ["", f"note: {each.cause}"]
+            continue
+        lines += ["", f"{each.rule}: {each.cause}"]
+        if each.since_s is not None:
+            began = time.strftime("%H:%M:%S", time.localtime(time.time() - each.since_s))
+            lines.append(f"  since: {began} ({seconds(each.since_s)})")
+        lines += [f"  evidence: {shown}" for shown in each.evidence]
+        lines += [f"  next: {each.next_step}"] if each.next_step else []
     return "\n".join([*lines, "", diagnosis.waits_for])
-
-
-def _finding_lines(finding: Finding) -> list[str]:
-    lines = [f"{finding.rule}: {finding.cause}"]
-    if finding.since_s is not None:
-        began = time.strftime("%H:%M:%S", time.localtime(time.time() - finding.since_s))
-        lines.append(f"  since: {began} ({seconds(finding.since_s)})")
-    lines += [f"  evidence: {each}" for each in finding.evidence]
-    return [*lines, f"  next: {finding.next_step}"] if finding.next_step else lines

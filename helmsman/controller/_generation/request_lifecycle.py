@@ -336,8 +336,7 @@ class RequestFlow:
         num_tokens = len(outcome.token_ids) if isinstance(outcome, GenerationResult) else 0
         self.record(Kind.ENDED, state.value, ticket.number, num_tokens)
         if state is RequestState.DONE:
-            now = time.monotonic()
-            self.durations.ended(now - ticket.since, now)
+            self.durations.add(time.monotonic() - ticket.since)
             self.num_tokens_done += num_tokens
             if isinstance(outcome, GenerationResult) and outcome.versions:
                 self.oldest_versions.append(min(outcome.versions))

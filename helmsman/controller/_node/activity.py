@@ -1,4 +1,4 @@
-"""Open phases of a run, and durations of earlier calls and phases.
+"""Open phases of a run, accounts of its calls, and durations of earlier calls and phases.
 
 Where the script has loaded OpenTelemetry's SDK, calls and phases are spans, too.
 """
@@ -13,49 +13,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from helmsman.api.run_state import MethodDurations, PhaseSnapshot
+from helmsman.api.run_state import PhaseSnapshot
 from helmsman.rpc_server._process.recorder import Kind, Recorder
 
 _REMEMBERED = 32
 SDK = "opentelemetry.sdk.trace"
 """Module that is loaded where spans are wanted."""
-
-
-class _Pauses:
-    """Times without any call."""
-
-    __slots__ = ("last_at", "longest_s")
-
-    def __init__(self) -> None:
-        self.last_at = 0.0
-        """time.monotonic() of the last begin or end of a call; 0 before the first."""
-        self.longest_s = 0.0
+_SENT = int(Kind.SENT)
 
 
 class Durations:
-    """Recent durations of an operation. Thread-safe, since each step is one of the interpreter.
+    """Recent durations of an operation. Thread-safe, since each step is one of the interpreter."""
 
-    The begins and ends of calls update ``pauses``.
-    """
+    __slots__ = ("_recent", "count")
 
-    __slots__ = ("_pauses", "_recent", "count")
-
-    def __init__(self, pauses: _Pauses | None = None) -> None:
+    def __init__(self) -> None:
         self._recent: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
-        self._pauses = pauses or _Pauses()
         self.count = 0
         """Number of all durations so far."""
 
-    def begun(self, at: float) -> None:
-        pauses = self._pauses
-        last_at, pauses.last_at = pauses.last_at, at
-        if at - last_at > pauses.longest_s and last_at:
-            pauses.longest_s = at - last_at
-
-    def ended(self, seconds: float, at: float) -> None:
-        self._pauses.last_at = at
+    def add(self, seconds: float) -> None:
         self._recent.append(seconds)
         self.count += 1
 
@@ -66,21 +45,17 @@ class Durations:
         return statistics.median(recent) if recent else None
 
 
-class _Phase(NamedTuple):
-    kind: str
-    detail: str
-    since: float
-    waits_for: Callable[[], str]
-
-
 class Activity:
     """What a run does now, and the usual duration of it; phases are recorded."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._pauses = _Pauses()
+        self.recorder = recorder
+        self.last_at = 0.0
+        """time.monotonic() of the last begin or end of a call; 0 before the first."""
+        self.longest_idle_s = 0.0
+        """The longest earlier time between such events."""
         self._calls: dict[tuple[str, str], Durations] = {}
-        self._phases: dict[int, _Phase] = {}
+        self._phases: dict[int, Callable[[bool], PhaseSnapshot]] = {}
         self._durations = collections.defaultdict[str, Durations](Durations)
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -90,15 +65,14 @@ class Activity:
     def calls_of(self, role: str, method: str) -> Durations:
         """Return the durations of the calls of a method in a role."""
         with self._lock:
-            return self._calls.setdefault((role, method), Durations(self._pauses))
+            return self._calls.setdefault((role, method), Durations())
 
-    def durations(self) -> list[MethodDurations]:
-        """Return the durations of all methods that were called."""
-        found = []
+    def durations(self) -> dict[str, dict[str, tuple[int, float]]]:
+        """Return the durations of all methods that were called, as a RunSnapshot has them."""
+        found: dict[str, dict[str, tuple[int, float]]] = {}
         for (role, method), each in list(self._calls.items()):
-            count, median_s = each.count, each.median_s
-            if median_s is not None:
-                found.append(MethodDurations(role, method, count, median_s))
+            if (median_s := each.median_s) is not None:
+                found.setdefault(role, {})[method] = each.count, median_s
         return found
 
     @contextlib.contextmanager
@@ -110,63 +84,75 @@ class Activity:
         ``waits_for`` describes the reason of a wait; it is called from other threads and may block.
         """
         key, since = next(self._ids), time.monotonic()
-        self._phases[key] = _Phase(kind, detail, since, waits_for)
-        name = self._recorder.name(f"{kind} {detail}".strip())
-        self._recorder.note(Kind.PHASE, name, key)
+
+        def describe(explain: bool) -> PhaseSnapshot:
+            return PhaseSnapshot(
+                kind=kind,
+                detail=detail,
+                age_s=time.monotonic() - since,
+                median_s=self._durations[kind].median_s,
+                waits_for=waits_for() if explain else "",
+            )
+
+        self._phases[key] = describe
+        name = self.recorder.name(f"{kind} {detail}".strip())
+        slot = self.recorder.note(Kind.PHASE, name, key, 0.0, since)
         try:
-            with phase_span(kind, detail):
+            with contextlib.ExitStack() as span:  # the parent of spans that the script opens in it
+                if SDK in sys.modules:
+                    attributes = {"helmsman.detail": detail} if detail else None
+                    text = f"helmsman {kind}"
+                    span.enter_context(_tracer().start_as_current_span(text, attributes=attributes))
                 yield
         finally:
             del self._phases[key]
-            self._recorder.note(Kind.PHASE_END, name, key)
             now = time.monotonic()
-            self._durations[kind].ended(now - since, now)
+            self.recorder.finish(slot, now, Kind.PHASE, name, key, since)
+            self._durations[kind].add(now - since)
 
     def phases(self, *, explain: bool) -> list[PhaseSnapshot]:
         """Return the open phases, oldest first; explaining waits may take a cluster query each."""
-        now = time.monotonic()
-        return [
-            PhaseSnapshot(
-                kind=each.kind,
-                detail=each.detail,
-                age_s=now - each.since,
-                median_s=self._durations[each.kind].median_s,
-                waits_for=each.waits_for() if explain else "",
+        return [describe(explain) for describe in list(self._phases.values())]
+
+
+class CallAccount:
+    """Durations and recorded events of the calls of one method to one worker."""
+
+    __slots__ = ("_activity", "_durations", "_label", "_method", "_recorder", "_worker_id")
+
+    def __init__(self, activity: Activity, role: str, worker_id: str, method: str) -> None:
+        self._activity, self._recorder = activity, activity.recorder
+        self._worker_id, self._method = worker_id, method
+        self._durations = activity.calls_of(role, method)
+        self._label = activity.recorder.name(f"{worker_id} {method}")
+
+    def begun(self, request_id: int, started: float) -> int:
+        """Count a call that is sent; returns its slot in the recorder."""
+        activity = self._activity
+        last_at, activity.last_at = activity.last_at, started
+        if started - last_at > activity.longest_idle_s and last_at:
+            activity.longest_idle_s = started - last_at
+        return self._recorder.note(_SENT, self._label, request_id, 0.0, started)
+
+    def ended(self, slot: int, request_id: int, started: float, ok: bool) -> None:
+        """Count an outcome: a result if ``ok``, else an error; ``slot`` is the result of begun."""
+        now = self._activity.last_at = time.monotonic()
+        self._durations.add(now - started)
+        self._recorder.finish(slot, now if ok else -now, _SENT, self._label, request_id, started)
+        if SDK in sys.modules:
+            end_ns = time.time_ns()
+            times = {"start_time": end_ns - int((now - started) * 1e9)}
+            attributes = {"helmsman.worker": self._worker_id, "helmsman.ok": ok}
+            span = _tracer().start_span(
+                f"helmsman call {self._method}", attributes=attributes, **times
             )
-            for each in list(self._phases.values())
-        ]
-
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds since a call last began or ended; None before the first."""
-        return time.monotonic() - self._pauses.last_at if self._pauses.last_at else None
-
-    @property
-    def longest_idle_s(self) -> float:
-        """The longest earlier time between such events."""
-        return self._pauses.longest_s
-
-
-def phase_span(kind: str, detail: str) -> contextlib.AbstractContextManager[Any]:
-    """Open a span for a phase; it is the parent of spans that the script opens in it."""
-    if SDK not in sys.modules:
-        return contextlib.nullcontext()
-    attributes = {"helmsman.detail": detail} if detail else None
-    span: contextlib.AbstractContextManager[Any] = _tracer().start_as_current_span(
-        f"helmsman {kind}", attributes=attributes
-    )
-    return span
-
-
-def record_call(worker_id: str, method: str, seconds: float, *, ok: bool) -> None:
-    """Record a span for a call that has just ended; only with the SDK."""
-    end_ns = time.time_ns()
-    attributes = {"helmsman.worker": worker_id, "helmsman.ok": ok}
-    start_ns = end_ns - int(seconds * 1e9)
-    name = f"helmsman call {method}"
-    _tracer().start_span(name, start_time=start_ns, attributes=attributes).end(end_ns)
+            span.end(end_ns)
 
 
 def _tracer() -> Any:
     trace: Any = sys.modules["opentelemetry.trace"]  # the SDK has imported it
     return trace.get_tracer("helmsman")
+
+
+NO_RUN = Activity(Recorder(""))
+"""Of workers without a run; no file has its events."""

@@ -1,13 +1,12 @@
 """A run's control socket: answers other processes of the same user while the script runs.
 
 The kernel removes its abstract address however the script ends. Each side checks by SO_PEERCRED
-that the other belongs to this user.
+that the other belongs to this user. The end of a message is the end of its sender's stream.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import socket
@@ -27,10 +26,9 @@ log = logging.getLogger(__name__)
 _MOST_CLIENTS = 8
 _REQUEST_BYTES = 1 << 16
 _SILENT_S = 5.0
-"""A client that sends or reads nothing for this long is dropped."""
+"""A client that sends or reads nothing for this long is dropped; more clients wait for that."""
 _BESIDE_S = 4.0
 """Longest wait for an answer beyond the query's limit: a blocked event loop is noticed late."""
-_LENGTH = struct.Struct("!Q")
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +55,9 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlSocket:
-    """Answers queries on the Unix socket of a run, each on a thread of its own.
+    """Answers queries on the Unix socket of a run, on a few threads of its own.
 
-    ``answer`` is called on that thread; msgspec must be able to encode its result.
+    ``answer`` is called on these threads; msgspec must be able to encode its result.
 
     Raises:
         OSError: The socket cannot be created.
@@ -67,13 +65,13 @@ class ControlSocket:
 
     def __init__(self, run_id: str, answer: Callable[[Query], Any]) -> None:
         self._answer = answer
-        self._free = threading.BoundedSemaphore(_MOST_CLIENTS)
         self._is_closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(_address(run_id))
             self._listener.listen(_MOST_CLIENTS)
-            threading.Thread(target=self._accept, name="helmsman-control", daemon=True).start()
+            for _ in range(_MOST_CLIENTS):
+                threading.Thread(target=self._accept, name="helmsman-query", daemon=True).start()
         except BaseException:
             self._listener.close()
             raise
@@ -91,47 +89,32 @@ class ControlSocket:
         while not self._is_closed:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:
-                if self._listener.fileno() < 0:
-                    return
-                time.sleep(0.1)  # too many open files
+            except OSError:  # it is closed, or too many files are open
+                time.sleep(0.1)
                 continue
-            if not _is_own(peer) or not self._free.acquire(blocking=False):
-                peer.close()
-                continue
-            thread = threading.Thread(
-                target=self._serve, args=(peer,), name="helmsman-query", daemon=True
-            )
             try:
-                thread.start()
-            except RuntimeError:  # no thread can be started
-                self._free.release()
-                peer.close()
+                with peer, peer.makefile("rb") as stream:
+                    peer.settimeout(_SILENT_S)
+                    if _is_own(peer):
+                        query = msgspec.msgpack.decode(stream.read(_REQUEST_BYTES), type=Query)
+                        peer.sendall(self._answered(query))
+            except (OSError, msgspec.MsgspecError, RecursionError) as error:
+                log.debug("a query of the control socket ended: %s", error)
 
-    def _serve(self, peer: socket.socket) -> None:
+    def _answered(self, query: Query) -> bytes:
         try:
-            with peer, peer.makefile("rwb") as stream:
-                peer.settimeout(_SILENT_S)
-                query = msgspec.msgpack.decode(_receive(stream, _REQUEST_BYTES), type=Query)
-                try:
-                    answer = self._answer(query)
-                except Exception as error:  # noqa: BLE001 - reported to the client
-                    kind = "" if isinstance(error, HelmsmanError) else f"{type(error).__name__}: "
-                    answer = Refusal(refused=f"{kind}{error}")
-                _send(stream, answer)
-        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
-            log.debug("a query of the control socket ended: %s", error)
-        finally:
-            self._free.release()
+            return msgspec.msgpack.encode(self._answer(query))
+        except Exception as error:  # noqa: BLE001 - reported to the client
+            kind = "" if isinstance(error, HelmsmanError) else f"{type(error).__name__}: "
+            return msgspec.msgpack.encode(Refusal(refused=f"{kind}{error}"))
 
 
 def ask(run_id: str, query: Query) -> bytes:
-    """Send a query to a run on this machine; returns the answer in msgpack.
+    """Send a query to a run on this machine; returns the answer in msgpack, b'' if the run ended.
 
     Raises:
         OSError: The run has no socket, did not answer a few seconds after ``query.limit_s``, or
             another user's process listens there.
-        EOFError: The run closed the connection.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(query.limit_s + _BESIDE_S)
@@ -141,9 +124,10 @@ def ask(run_id: str, query: Query) -> bytes:
             raise ConnectionRefusedError(f"run {run_id} has no control socket here") from error
         if not _is_own(peer):
             raise PermissionError(f"the control socket of run {run_id} belongs to another user")
-        with peer.makefile("rwb") as stream:
-            _send(stream, query)
-            return _receive(stream, 1 << 30)
+        peer.sendall(msgspec.msgpack.encode(query))
+        peer.shutdown(socket.SHUT_WR)
+        with peer.makefile("rb") as stream:
+            return stream.read()
 
 
 def _address(run_id: str) -> str:
@@ -156,20 +140,3 @@ def _address(run_id: str) -> str:
 def _is_own(peer: socket.socket) -> bool:
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
-
-
-def _send(stream: io.BufferedRWPair, message: object) -> None:
-    content = msgspec.msgpack.encode(message)
-    stream.write(_LENGTH.pack(len(content)) + content)
-    stream.flush()
-
-
-def _receive(stream: io.BufferedRWPair, limit: int) -> bytes:
-    header = stream.read(_LENGTH.size)
-    length = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else 0
-    if length > limit:
-        raise ValueError(f"a message of {length} bytes; expected at most {limit}")
-    content = stream.read(length)
-    if not content or len(content) < length:
-        raise EOFError("the other side closed the connection")
-    return content

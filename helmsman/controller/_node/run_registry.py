@@ -51,14 +51,14 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a run for other processes."""
 
     run_id: str
-    pid: int
+    pid: int = 0
     """Process id of the controller."""
-    host: str
-    command: str
+    host: str = ""
+    command: str = ""
     """Command line with secrets masked."""
-    scheduler: str
+    scheduler: str = ""
     log_dir: str
-    since: float
+    since: float = 0.0
     """Start time in seconds since the epoch."""
 
     def snapshot(self, answered_by: str, **found: Any) -> RunSnapshot:

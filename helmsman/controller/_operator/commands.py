@@ -22,10 +22,9 @@ from helmsman.controller._diagnosis.diagnosis import diagnose_run
 from helmsman.controller._diagnosis.texts import is_healthy, stacks_text, status_text, why_text
 from helmsman.controller._node.control_socket import Query
 from helmsman.controller._operator import logs, metrics, replay, runs, ui
-from helmsman.controller._operator.fetching import fetch_files
 from helmsman.controller._operator.postmortem import postmortem
+from helmsman.controller._operator.recordings import write_trace
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run
-from helmsman.controller._operator.trace import write_trace
 
 T = TypeVar("T")
 
@@ -46,23 +45,21 @@ def add_commands(commands: Any) -> None:
 
 def _status(options: argparse.Namespace) -> int:
     """Show a run: step, workers, calls, requests and weight versions."""
-    snapshot = _take(options, runs.take_snapshot)
-    text = _json(snapshot) if options.json else status_text(snapshot)
-    if not options.watch:
-        print(text)
-        return OK if is_healthy(snapshot) else NO
-    with _screen() as show:
+    earlier = None
+    with _screen(options.watch) as show:
         while True:
-            show(text)
+            snapshot = _take(options, runs.take_snapshot)[0]
+            show(_json(snapshot) if options.json else status_text(snapshot, earlier))
+            if not options.watch:
+                return OK if is_healthy(snapshot) else NO
             time.sleep(_WATCH_S)
-            earlier, snapshot = snapshot, _take(options, runs.take_snapshot)
-            text = _json(snapshot) if options.json else status_text(snapshot, earlier)
+            earlier = snapshot
 
 
 @contextlib.contextmanager
-def _screen() -> Iterator[Callable[[str], None]]:
+def _screen(is_whole: bool) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a text in place of the one before, or below it without rich."""
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    if not is_whole or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield functools.partial(print, flush=True)
         return
     from rich.live import Live
@@ -76,19 +73,19 @@ def _logs(options: argparse.Namespace) -> None:
     """Show the logs of a run, of its script and all workers, in the order of time."""
 
     def show(source: str, line: str) -> None:
-        print(logs.coloured(source, line, colour=sys.stdout.isatty()), flush=options.follow)
+        colour = logs.COLOURS[sum(source.encode()) % len(logs.COLOURS)]
+        source = f"\x1b[{colour}m[{source}]\x1b[0m" if sys.stdout.isatty() else f"[{source}]"
+        print(source, line, flush=options.follow)
 
     if options.address:
-        parts = runs.on_all(
-            runs.attach(options.address), _lines_here, options.run_id, options.chosen
-        )
-        found, others = logs.merge(parts), " on any node"
+        found = logs.merge(_take(options, _read, options.chosen, alive=False))
+        others = " on any node"
     else:
         run = _find_recorded(options)
         if options.follow:
             for source, line in logs.follow(run.log_dir, options.chosen, options.lines):
                 show(source, line)
-        found = logs.read_lines(run.log_dir, options.chosen)
+        found = _read(run, options.chosen)
         known = ", ".join(sorted(logs.find_logs(run.log_dir)))
         others = f"; the run has logs of {known or 'no worker'}"
     if not found:
@@ -100,48 +97,46 @@ def _logs(options: argparse.Namespace) -> None:
         show(source, line)
 
 
-def _lines_here(name: str, chosen: str | None) -> list[logs.Line]:
-    """Return the lines of the logs that a run has on this node."""
-    try:
-        return logs.read_lines(find_run(name).log_dir, chosen)
-    except RunNotFoundError:
-        return []
+def _read(run: FoundRun, chosen: str | None) -> list[logs.Line]:
+    return logs.read_lines(run.log_dir, chosen)
 
 
 def _stacks(options: argparse.Namespace) -> None:
     """Show the Python stacks of a run's processes, equal ones together."""
     if options.all:
-        for worker_id, text in _take(options, runs.take_stacks, options.role).items():
+        query = Query(kind="stacks", role=options.role, limit_s=runs.ANSWER_S)
+        for worker_id, text in _take(options, runs.ask_run, query, dict[str, str])[0].items():
             print(f"{worker_id}:\n{text}\n")
     else:
-        print(stacks_text(_take(options, runs.take_snapshot, options.role, True)))
+        print(stacks_text(_take(options, runs.take_snapshot, options.role, True)[0]))
 
 
 def _why(options: argparse.Namespace) -> int:
     """Explain why a run hangs, or what it waits for; exit code 1 for a problem."""
-    now, before = _take(options, runs.take_two, options.role)
+    ((now, before),) = _take(options, runs.take_two, options.role)
     diagnosis = diagnose_run(now, before)
     print(_json(diagnosis) if options.json else why_text(diagnosis))
     return OK if diagnosis.is_healthy else NO
 
 
-def _take(options: argparse.Namespace, take: Callable[..., T], *arguments: Any) -> T:
-    """Return ``take(run, *arguments)`` of the run here, or on a node of the cluster."""
+def _take(
+    options: argparse.Namespace, take: Callable[..., T], *arguments: Any, alive: bool = True
+) -> list[T]:
+    """Return ``take(run, *arguments)`` of the run here, or on the nodes of the cluster."""
     if not options.address:
-        return take(find_run(options.run_id, alive=True), *arguments)
-    nodes = runs.attach(options.address)
-    answers: list[T | None] = runs.on_all(nodes, runs.take_here, take, options.run_id, *arguments)
-    for answer in answers:
-        if answer is not None:
-            return answer
+        return [take(find_run(options.run_id, alive=alive), *arguments)]
+    nodes, run_id = runs.attach(options.address), options.run_id
+    answers = runs.on_all(nodes, runs.take_here, take, run_id, alive, *arguments)
+    if found := [each for each in answers if each is not None]:
+        return found
     raise RunNotFoundError(
-        f"no run {options.run_id or 'that is alive'} of this user on the nodes of the cluster."
+        f"no run {run_id or 'that is alive'} of this user on the nodes of the cluster."
     )
 
 
 def _find_recorded(options: argparse.Namespace) -> FoundRun:
     run = find_run(options.run_id)
-    for each in fetch_files(run):
+    for each in logs.fetch_files(run):
         print(f"helmsman: {each}", file=sys.stderr)
     return run
 
@@ -248,18 +243,13 @@ def _argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, A
     return names, options
 
 
-def _flag(*names: str, help: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return _argument(*names, action="store_true", help=help)
-
-
 _ID = "id of the run, or the beginning of it"
+_DIR = f"{_ID}, or its log directory"
 _ARGUMENTS = {
     "RUN": _argument("run_id", metavar="RUN", help=_ID),
     "RUN?": _argument("run_id", nargs="?", metavar="RUN", help=f"{_ID}; default: the one alive"),
-    "DIR": _argument("run_id", metavar="RUN", help=f"{_ID}, or its log directory"),
-    "DIR?": _argument(
-        "run_id", nargs="?", metavar="RUN", help=f"{_ID}, or its log directory; default: the last"
-    ),
+    "DIR": _argument("run_id", metavar="RUN", help=_DIR),
+    "DIR?": _argument("run_id", nargs="?", metavar="RUN", help=f"{_DIR}; default: the last"),
     "ROLE": _argument("target", metavar="ROLE"),
     "ROLE?": _argument("role", nargs="?", metavar="ROLE", help="only this role, or 'script'"),
     "WORKER": _argument("target", metavar="WORKER"),
@@ -268,21 +258,21 @@ _ARGUMENTS = {
     "N": _argument("number", type=int, metavar="N"),
     "--run": _argument("--run", dest="run_id", metavar="RUN", help=_ID),
     "--address": _argument("--address", help="a Ray cluster that has the run"),
-    "--all": _flag("--all", help="all threads of all processes"),
-    "--follow": _flag("-f", "--follow", help="go on with new lines"),
+    "--all": _argument("--all", action="store_true", help="all threads of all processes"),
+    "--follow": _argument("-f", "--follow", action="store_true", help="go on with new lines"),
     "--host": _argument("--host", default="127.0.0.1", help="address (default %(default)s)"),
-    "--json": _flag("--json", help="print the result as JSON"),
+    "--json": _argument("--json", action="store_true", help="print the result as JSON"),
     "--lines": _argument(
-        "-n", "--lines", type=int, default=1000, metavar="N", help="last N (default 1000; 0: all)"
+        "-n", "--lines", type=int, default=1000, help="last lines; default 1000; 0: all"
     ),
-    "--no-debugger": _flag("--no-debugger", help="only run it"),
+    "--no-debugger": _argument("--no-debugger", action="store_true", help="only run it"),
     "--out": _argument("-o", "--out", metavar="FILE", help="default: %(default)s"),
     "--port": _argument("--port", type=int, help="default: %(default)s; 0: any free one"),
     "--timeout": _argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="seconds (default %(default)g)"
+        "--timeout", type=float, default=300.0, help="seconds; default %(default)g"
     ),
-    "--watch": _flag("--watch", help="repeat until interrupted"),
-    "--yes": _flag("--yes", help="do not ask for confirmation"),
+    "--watch": _argument("--watch", action="store_true", help="repeat until interrupted"),
+    "--yes": _argument("--yes", action="store_true", help="do not ask for confirmation"),
 }
 _ACTIONS = {
     "drain": "Send an instance no more requests; those that run continue elsewhere.",

@@ -9,17 +9,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from helmsman.api.extras import needed_by
 from helmsman.api.run_state import RunSnapshot
-from helmsman.controller._operator.runs import (
-    FoundRun,
-    RunNotFoundError,
-    find_run,
-    take_snapshot,
-)
+from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run, take_snapshot
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "helmsman_up": ("1 if the run's script answers.", ()),
@@ -43,51 +38,45 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Metric -> description and labels."""
 
-Sample = tuple[str, tuple[str, ...], float]
-"""Metric, values of its labels, value."""
 _POLL_S = 5.0
 
 
-def samples(run: RunSnapshot) -> Iterator[Sample]:
-    """Yield the samples of a snapshot."""
-    yield "helmsman_up", (), float(run.answered_by == "script")
-    yield "helmsman_uptime_seconds", (), run.taken_at - run.started_at
-    counts = collections.Counter((each.role, each.state) for each in run.workers)
-    yield from (("helmsman_workers", labels, float(n)) for labels, n in counts.items())
-    restarts = collections.Counter[str]()
-    ages: dict[tuple[str, str], list[float]] = {}
+def samples(run: RunSnapshot) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Return the values of a snapshot by metric and values of its labels."""
+    found = collections.defaultdict[tuple[str, tuple[str, ...]], float](float)
+    found["helmsman_up", ()] = float(run.answered_by == "script")
+    found["helmsman_uptime_seconds", ()] = run.taken_at - run.started_at
     for worker in run.workers:
-        restarts[worker.role] += worker.num_restarts
+        found["helmsman_workers", (worker.role, worker.state)] += 1
+        found["helmsman_worker_restarts_total", (worker.role,)] += worker.num_restarts
         if worker.health is not None:
             id_ = (worker.worker_id,)
-            yield "helmsman_worker_resident_bytes", id_, float(worker.health.rss_bytes)
-            yield "helmsman_worker_cpu_seconds_total", id_, worker.health.cpu_s
+            found["helmsman_worker_resident_bytes", id_] = worker.health.rss_bytes
+            found["helmsman_worker_cpu_seconds_total", id_] = worker.health.cpu_s
         for call in worker.calls:
-            ages.setdefault((worker.role, call.name.rpartition(".")[2]), []).append(call.age_s)
-    yield from (("helmsman_worker_restarts_total", (r,), float(n)) for r, n in restarts.items())
-    for key, found in ages.items():
-        yield "helmsman_calls_in_flight", key, float(len(found))
-        yield "helmsman_oldest_call_seconds", key, max(found)
-    for usual in run.durations:
-        key = (usual.role, usual.method)
-        yield "helmsman_calls_total", key, float(usual.num_calls)
-        yield "helmsman_call_median_seconds", key, usual.median_s
+            key = worker.role, call.name.rpartition(".")[2]
+            found["helmsman_calls_in_flight", key] += 1
+            oldest = "helmsman_oldest_call_seconds", key
+            found[oldest] = max(found[oldest], call.age_s)
+    for role, methods in run.durations.items():
+        for method, (num_calls, median_s) in methods.items():
+            found["helmsman_calls_total", (role, method)] = num_calls
+            found["helmsman_call_median_seconds", (role, method)] = median_s
     for phase in run.phases:
-        yield "helmsman_phase_seconds", (phase.kind,), phase.age_s
+        found["helmsman_phase_seconds", (phase.kind,)] = phase.age_s
     for rollout in run.rollouts:
-        figures = {
-            "helmsman_requests_queued": rollout.num_queued,
-            "helmsman_requests_in_flight": rollout.num_in_flight,
-            "helmsman_requests_total": rollout.num_done,
-            "helmsman_generated_tokens_total": rollout.num_tokens_done,
-            "helmsman_request_median_seconds": rollout.median_s,
-            "helmsman_weight_version": rollout.version,
-        }
-        for name, value in figures.items():
-            if value is not None:
-                yield name, (rollout.role,), float(value)
-        for health, n in collections.Counter(rollout.instances.values()).items():
-            yield "helmsman_instances", (rollout.role, health), float(n)
+        of = (rollout.role,)
+        found["helmsman_requests_queued", of] = rollout.num_queued
+        found["helmsman_requests_in_flight", of] = rollout.num_in_flight
+        found["helmsman_requests_total", of] = rollout.num_done
+        found["helmsman_generated_tokens_total", of] = rollout.num_tokens_done
+        if rollout.median_s is not None:
+            found["helmsman_request_median_seconds", of] = rollout.median_s
+        if rollout.version is not None:
+            found["helmsman_weight_version", of] = rollout.version
+        for health in rollout.instances.values():
+            found["helmsman_instances", (rollout.role, health)] += 1
+    return found
 
 
 def serve(run: FoundRun, host: str, port: int) -> None:
@@ -109,14 +98,13 @@ def serve(run: FoundRun, host: str, port: int) -> None:
     class Run:
         def collect(self) -> Iterable[Any]:
             snapshot, families = take(), dict[str, Any]()
-            found = [("helmsman_up", (), 0.0)] if snapshot is None else samples(snapshot)
-            for name, labels, value in found:
+            found = samples(snapshot) if snapshot is not None else {("helmsman_up", ()): 0.0}
+            for (name, labels), value in found.items():
                 text, label_names = METRICS[name]
-                is_counter = name.endswith("_total")
-                kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
                 family = families.setdefault(name, kind(name, text, labels=label_names))
                 family.add_metric(labels, value)
-            return list(families.values())
+            return families.values()
 
     registry = prometheus_client.CollectorRegistry()
     registry.register(Run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ from helmsman.controller._schedulers.run_view import SCRIPT
 
 _LAST_S = 60.0
 _MOST_LINES, _MOST_CALLS = 200, 20
-_TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d+) ")
 _CLOSED = re.compile(r"run \S+ is closed")
 _ENDS = re.compile(
     r"was ended by (?!close|delete_workers|restart)|exited with code [1-9]|has ended;|"
@@ -38,19 +38,21 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
     Raises:
         RunNotFoundError: The directory has neither logs nor recordings.
     """
-    lines, timeline = _lines(log_dir), read_timeline(log_dir)
+    lines = [
+        _Line(datetime.fromisoformat(at).timestamp(), source, text[:300], _rank(text))
+        for at, source, text in read_lines(log_dir)
+        if at
+    ]
+    timeline = read_timeline(log_dir)
     if not lines and timeline is None:
         raise RunNotFoundError(f"{log_dir} has no logs and no recordings of a run.")
     ended_at = max((each.at for each in lines), default=0.0)
     if timeline is not None:
-        ended_at = max(ended_at, (timeline.end_ns + timeline.clock_ahead_ns) / 1e9)
+        ended_at = max(ended_at, timeline.end_at)
     is_closed = any(_CLOSED.search(each.text) for each in lines)
     end = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended_at))
-    parts = [
-        f"The run was closed normally at {end}."
-        if is_closed
-        else f"The run ended at {end} without being closed; its last sign of life."
-    ]
+    parts = [f"The run ended at {end} without being closed; its last sign of life."]
+    parts = [f"The run was closed normally at {end}."] if is_closed else parts
     last = [each for each in lines if each.at >= ended_at - _LAST_S]
     causes = [each for each in last if each.rank < 2]
     if causes:
@@ -68,17 +70,8 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
     return "\n".join(parts), is_closed
 
 
-def _lines(log_dir: Path) -> list[_Line]:
-    found: list[_Line] = []
-    at = dict[str, float]()
-    for _, source, text in read_lines(log_dir, None):
-        if match := _TIME.match(text):
-            moment = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
-            at[source] = moment + float(f"0.{match[2]}")
-        if source in at:
-            rank = 0 if _ENDS.search(text) else 1 if _FAILS.search(text) else 2
-            found.append(_Line(at[source], source, text[:300], rank))
-    return found
+def _rank(text: str) -> int:
+    return 0 if _ENDS.search(text) else 1 if _FAILS.search(text) else 2
 
 
 def _in_flight(timeline: Timeline) -> list[str]:

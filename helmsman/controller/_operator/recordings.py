@@ -1,15 +1,23 @@
-"""The flight recorders of a run, on one clock, with the calls, phases and requests they contain."""
+"""The flight recorders of a run on one clock, and their trace for Perfetto (ui.perfetto.dev).
+
+In a trace, each worker is a process with a lane for each concurrent call. Arrows lead from the
+script's calls to their execution. Source: the specification by Google, "Trace Event Format".
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from helmsman.controller._operator.logs import files_of
+from helmsman.controller._operator.runs import RunNotFoundError
 from helmsman.controller._schedulers.run_view import SCRIPT
-from helmsman.rpc_server._process.recorder import SUFFIX, Event, Kind, Recording, read_recording
+from helmsman.rpc_server._process.recorder import SUFFIX, Kind, Recording, read_recording
 
 
 class Span(NamedTuple):
@@ -30,22 +38,37 @@ class Span(NamedTuple):
     """When a generation request was sent last."""
 
 
-class Timeline(NamedTuple):
+class Timeline:
     """Events of all processes of a run on the script's clock."""
 
-    clock_ahead_ns: int
-    """Wall clock minus the script's monotonic clock."""
-    begin_ns: int
-    end_ns: int
-    """Times of the first and last event."""
-    sent: list[Span]
-    """Calls as the script saw them; ``process`` is the worker, ``name`` the method."""
-    run: list[Span]
-    """Calls as the workers executed them."""
-    phases: list[Span]
-    requests: list[Span]
-    marks: list[tuple[str, int, int, str]]
-    """(process, pid, time, text) of changes of states and weight versions."""
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        script = next((e for e in reversed(recordings) if e.title == SCRIPT), recordings[0])
+        own = script if script.title == SCRIPT else script._replace(events=[])
+        self.clock_ahead_ns = script.clock_ahead_ns
+        """Wall clock minus the script's monotonic clock."""
+        self.phases, self.requests = _spans(own, Kind.PHASE), _requests(own)
+        self.sent, self.run = list[Span](), list[Span]()
+        """Calls as the script saw them, and as the workers executed them."""
+        for span in _spans(own, Kind.SENT):
+            worker, _, method = span.name.partition(" ")
+            self.sent.append(span._replace(process=worker, name=method))
+        self.marks: list[tuple[str, int, int, str]] = []
+        """(process, pid, time, text) of changes of states and weight versions."""
+        times = []
+        for each in recordings:
+            shift = 0 if each is script else _shift(script, each, self.sent)
+            self.run += _spans(each, Kind.BEGUN, shift) if each.title != SCRIPT else []
+            for event in each.events:
+                if event.kind in (Kind.WEIGHTS, Kind.STATE):
+                    version = f" has weight version {event.number}"
+                    text = event.name + (version if event.kind is Kind.WEIGHTS else "")
+                    self.marks.append((each.title, each.pid, event.at_ns + shift, text))
+            last_ns = max(event.end_ns or event.at_ns for event in each.events)
+            times += [each.events[0].at_ns + shift, max(last_ns, each.alive_ns) + shift]
+        self.begin_ns, self.end_ns = min(times), max(times)
+        """Times of the first and last event."""
+        self.end_at = (self.end_ns + self.clock_ahead_ns) / 1e9
+        """The latter in seconds since the epoch."""
 
 
 def read_timeline(log_dir: Path, *, only_script: bool = False) -> Timeline | None:
@@ -55,64 +78,32 @@ def read_timeline(log_dir: Path, *, only_script: bool = False) -> Timeline | Non
         with contextlib.suppress(OSError):
             if (found := read_recording(path)) is not None and found.events:
                 recordings.append(found)
-    if not recordings:
-        return None
-    script = next((e for e in reversed(recordings) if e.title == SCRIPT), recordings[0])
-    own = script if script.title == SCRIPT else script._replace(events=[])
-    sent = _spans(own, Kind.SENT, Kind.REPLIED)
-    run, marks, times = list[Span](), list[tuple[str, int, int, str]](), list[int]()
-    for each in recordings:
-        shift = 0 if each is script else _shift(script, each, sent)
-        if each.title != SCRIPT:
-            run += _spans(each, Kind.BEGUN, Kind.DONE, shift)
-        for event in each.events:
-            if event.kind in (Kind.WEIGHTS, Kind.STATE):
-                version = f" has weight version {event.number}"
-                text = event.name + (version if event.kind is Kind.WEIGHTS else "")
-                marks.append((each.title, each.pid, event.at_ns + shift, text))
-        last_ns = max(each.events[-1].at_ns, each.alive_ns)
-        times += [each.events[0].at_ns + shift, last_ns + shift]
-    return Timeline(
-        clock_ahead_ns=script.clock_ahead_ns,
-        begin_ns=min(times),
-        end_ns=max(times),
-        sent=sent,
-        run=run,
-        phases=_spans(own, Kind.PHASE, Kind.PHASE_END),
-        requests=_spans(own, Kind.QUEUED, Kind.ENDED),
-        marks=marks,
-    )
+    return Timeline(recordings) if recordings else None
 
 
-def _spans(recording: Recording, begin: Kind, end: Kind, shift: int = 0) -> list[Span]:
-    """Pair the begins and ends of operations by number."""
-    assigned: dict[int, Event] = {}
-    found: dict[int, tuple[Event, Event | None]] = {}
-    ended: list[tuple[Event, Event | None]] = []
+def _spans(recording: Recording, kind: Kind, shift: int = 0) -> list[Span]:
+    """Return the calls or phases of a process, oldest first."""
+    about = recording.title, recording.pid
+    return [
+        Span(*about, e.name, e.number, e.at_ns + shift, e.end_ns and e.end_ns + shift, e.ok)
+        for e in recording.events
+        if e.kind is kind
+    ]
+
+
+def _requests(recording: Recording) -> list[Span]:
+    """Return the generation requests of a script, oldest first."""
+    found: dict[int, Span] = {}
     for event in recording.events:
-        if event.kind is begin:
-            found[event.number] = event, None
-        elif event.kind is Kind.ASSIGNED:
-            assigned[event.number] = event
-        elif event.kind is end and event.number in found:
-            ended.append((found.pop(event.number)[0], event))
-    spans = []
-    for first, last in [*ended, *found.values()]:
-        process, name, at_ns = recording.title, first.name, first.at_ns + shift
-        span = Span(process, recording.pid, name, first.number, at_ns, None)
-        if last is not None:
-            ok = end is not Kind.REPLIED or bool(last.value)
-            span = span._replace(end_ns=last.at_ns + shift, ok=ok, value=last.value)
-        if begin is Kind.SENT:
-            worker, _, method = name.partition(" ")
-            span = span._replace(process=worker, name=method)
-        elif begin is Kind.QUEUED:
-            name = f"{last.name}, {last.value:.0f} tokens" if last is not None else "open"
-            sent = assigned.get(first.number)
-            process, sent_ns = (sent.name, sent.at_ns) if sent is not None else ("", None)
-            span = span._replace(process=process, name=name, sent_ns=sent_ns)
-        spans.append(span)
-    return sorted(spans, key=lambda each: each.begin_ns)
+        number, at_ns, span = event.number, event.at_ns, found.get(event.number)
+        if event.kind is Kind.QUEUED:
+            found[number] = Span("", recording.pid, "open", number, at_ns, None)
+        elif span is not None and event.kind is Kind.ASSIGNED:
+            found[number] = span._replace(process=event.name, sent_ns=at_ns)
+        elif span is not None and event.kind is Kind.ENDED:
+            name = f"{event.name}, {event.value:.0f} tokens"
+            found[number] = span._replace(name=name, end_ns=at_ns, value=event.value)
+    return list(found.values())
 
 
 def _shift(script: Recording, worker: Recording, sent: Sequence[Span]) -> int:
@@ -123,7 +114,7 @@ def _shift(script: Recording, worker: Recording, sent: Sequence[Span]) -> int:
     """
     asked = {span.number: span for span in sent if span.process == worker.title}
     lower, upper = [], []
-    for span in _spans(worker, Kind.BEGUN, Kind.DONE):
+    for span in _spans(worker, Kind.BEGUN):
         if (outer := asked.get(span.number)) is not None:
             lower.append(outer.begin_ns - span.begin_ns)
             if outer.end_ns is not None and span.end_ns is not None:
@@ -132,3 +123,87 @@ def _shift(script: Recording, worker: Recording, sent: Sequence[Span]) -> int:
         return worker.clock_ahead_ns - script.clock_ahead_ns
     least, most = max(lower), min(upper, default=max(lower))
     return 0 if least <= 0 <= most else (least + most) // 2
+
+
+def write_trace(log_dir: Path, out: Path) -> int:
+    """Write the trace of a run, which may still be running; returns the number of events.
+
+    Raises:
+        RunNotFoundError: The directory has no recordings.
+        OSError: The file cannot be written.
+    """
+    timeline = read_timeline(log_dir)
+    if timeline is None:
+        raise RunNotFoundError(f"{log_dir} has no recordings of a run.")
+    events = _Trace(timeline).events
+    begin_unix_ns = timeline.begin_ns + timeline.clock_ahead_ns
+    content = {"traceEvents": events, "otherData": {"begin_unix_ns": begin_unix_ns}}
+    out.write_bytes(msgspec.json.encode(content))
+    return len(events)
+
+
+class _Trace:
+    def __init__(self, timeline: Timeline) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._begin_ns, self._end_ns = timeline.begin_ns, timeline.end_ns
+        self._pids: dict[str, int] = {}
+        self._lanes: dict[tuple[int, str], dict[int, int]] = {}
+        """(process, kind) -> id of a lane -> the end of its last slice."""
+        self._tids = itertools.count(1)
+        script, requests = self._process(SCRIPT), self._process("requests")
+        self._add_spans(timeline.phases, "phase", script)
+        self._add_spans(timeline.sent, "call", script)
+        self._add_spans(timeline.run, "run")
+        for span in timeline.requests:
+            end_ns = span.end_ns or self._end_ns
+            tid = self._lane(requests, "request", span.begin_ns, end_ns)
+            args = {"number": span.number, "instance": span.process, "end": span.name}
+            where = {"cat": "request", "args": args}
+            sent_ns = end_ns if span.sent_ns is None else span.sent_ns
+            if sent_ns > span.begin_ns:
+                self._add("X", "queued", requests, tid, span.begin_ns, sent_ns, **where)
+            if span.sent_ns is not None:
+                self._add("X", span.process, requests, tid, sent_ns, end_ns, **where)
+        for process, pid, at_ns, text in timeline.marks:
+            name = SCRIPT if process == SCRIPT else f"{process} (pid {pid})"
+            self._add("i", text, self._process(name), 0, at_ns, s="p")
+
+    def _add(self, ph: str, name: str, pid: int, tid: int = 0, *ns: int, **more: Any) -> None:
+        """Add an event without a time, at a time, or with a begin and an end."""
+        if ns:
+            more["ts"] = (ns[0] - self._begin_ns) / 1000
+        if len(ns) > 1:
+            more["dur"] = max(ns[1] - ns[0], 1) / 1000
+        self.events.append({"ph": ph, "name": name, "pid": pid, "tid": tid, **more})
+
+    def _process(self, name: str) -> int:
+        if name not in self._pids:
+            pid = self._pids[name] = len(self._pids) + 1
+            self._add("M", "process_name", pid, args={"name": name})
+            self._add("M", "process_sort_index", pid, args={"sort_index": pid})
+        return self._pids[name]
+
+    def _lane(self, pid: int, kind: str, begin_ns: int, end_ns: int) -> int:
+        """Return the first lane of a kind that is free at the begin of a span."""
+        ends = self._lanes.setdefault((pid, kind), {})
+        tid = next((tid for tid, free_at in ends.items() if free_at <= begin_ns), None)
+        if tid is None:
+            tid, name = next(self._tids), f"{kind} {len(ends)}" if ends else kind
+            self._add("M", "thread_name", pid, tid, args={"name": name})
+        ends[tid] = end_ns
+        return tid
+
+    def _add_spans(self, spans: Iterable[Span], kind: str, script: int | None = None) -> None:
+        for span in spans:
+            pid = script or self._process(f"{span.process} (pid {span.pid})")
+            end_ns = span.end_ns or self._end_ns
+            lane = f"{kind} {span.process}" if kind == "call" else kind
+            tid = self._lane(pid, lane, span.begin_ns, end_ns)
+            args: dict[str, Any] = {"number": span.number}
+            args |= {"unfinished": True} if span.end_ns is None else {}
+            args |= {"failed": True} if not span.ok else {}
+            title = span.name if kind == "phase" else span.name.rpartition(".")[2]
+            self._add("X", title, pid, tid, span.begin_ns, end_ns, cat=kind, args=args)
+            if kind != "phase":
+                flow = {"bp": "e", "cat": "flow", "id": f"{span.process} {span.number}"}
+                self._add("s" if script else "f", "call", pid, tid, span.begin_ns, **flow)

@@ -25,10 +25,7 @@ from helmsman.rpc_server._wire.messages import Verb
 
 
 def kept_calls(log_dir: Path) -> dict[int, KeptCall]:
-    """Return the kept calls of a run by number.
-
-    Only files of this user are read, since ``replay`` unpickles their arguments.
-    """
+    """Return a run's kept calls by number; only of this user, since replay unpickles arguments."""
     found = {}
     try:
         with private_directory(log_dir, FOLDER, create=False) as folder:
@@ -68,25 +65,26 @@ def replay(calls: dict[int, KeptCall], number: int, *, debugger: bool) -> Any:
     with within(WorkerContext(worker_id=call.worker_id, node="127.0.0.1")):
         for each in [calls[before] for before in call.before]:
             if each.request.verb is Verb.CREATE_ENGINE:
-                engines[each.request.engine_name] = _construct(each)
+                engine, args, kwargs = _arguments(each)
+                name = each.request.engine_name
+                spec = engine if isinstance(engine, EngineSpec) else EngineSpec(target=engine)
+                kind: Any = spec.target
+                if isinstance(kind, str):
+                    kind = import_engine(each.worker_id, str(name), kind)
+                kwargs = {**spec.kwargs, **kwargs}
+                engines[name] = construct(kind, spec.rank_info, args, kwargs)
             elif each.request.verb is Verb.CALL:
-                _call(engines, each, _settled)
-        return _call(engines, call, _debugged if debugger else _settled)
+                _call(engines, each)
+        return _call(engines, call, debugger=debugger)
 
 
-def _construct(call: KeptCall) -> Any:
-    engine, args, kwargs = _arguments(call)
-    spec = engine if isinstance(engine, EngineSpec) else EngineSpec(target=engine)
-    kind: Any = spec.target
-    if isinstance(kind, str):
-        kind = import_engine(call.worker_id, str(call.request.engine_name), kind)
-    return construct(kind, spec.rank_info, args, {**spec.kwargs, **kwargs})
-
-
-def _call(engines: dict[str | None, Any], call: KeptCall, run: Callable[..., Any]) -> Any:
-    engine = engines[call.request.engine_name or call.worker_id]
+def _call(engines: dict[str | None, Any], call: KeptCall, *, debugger: bool = False) -> Any:
+    method = getattr(engines[call.request.engine_name or call.worker_id], call.request.method)
     args, kwargs = _arguments(call)
-    return run(getattr(engine, call.request.method), *args, **kwargs)
+    if not debugger:
+        return _settled(method, *args, **kwargs)
+    is_async = inspect.iscoroutinefunction(method)
+    return pdb.Pdb().runcall(*([_settled] if is_async else []), method, *args, **kwargs)
 
 
 def _settled(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,12 +93,6 @@ def _settled(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     outcome = method(*args, **kwargs)
     return asyncio.run(result()) if inspect.isawaitable(outcome) else outcome
-
-
-def _debugged(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if inspect.iscoroutinefunction(method):
-        return pdb.Pdb().runcall(_settled, method, *args, **kwargs)
-    return pdb.Pdb().runcall(method, *args, **kwargs)
 
 
 def _arguments(call: KeptCall) -> Any:

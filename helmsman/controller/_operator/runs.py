@@ -21,7 +21,7 @@ from helmsman.controller._schedulers.outside import complete, is_stuck, observe_
 
 T = TypeVar("T")
 
-_ANSWER_S = 2.0
+ANSWER_S = 2.0
 """Limit for the answer of a script; after it, its process is observed."""
 _NODE_ANSWER_S = 60.0
 
@@ -49,19 +49,12 @@ class FoundRun(NamedTuple):
     def log_dir(self) -> Path:
         return Path(self.record.log_dir)
 
-    @property
-    def is_node(self) -> bool:
-        """Whether it is a node of `helmsman up`, rather than the run of a script."""
-        return self.record.scheduler == UP
-
 
 def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
     """Find a run by id, by the beginning of an id, or by its log directory.
 
-    Args:
-        name: None for the only run of a script that is alive, else the one that ended last, else
-            the node of `helmsman up`.
-        alive: Only runs that are alive.
+    Without a name, it is the only run of a script that is alive, else the one that ended last, else
+    the node of `helmsman up`.
 
     Raises:
         RunNotFoundError: There is no such run, or there are several.
@@ -75,7 +68,7 @@ def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
     elif name is not None:
         found = [each for each in runs if each.run_id.startswith(name)]
     else:
-        scripts = [each for each in runs if not each.is_node]
+        scripts = [each for each in runs if each.record.scheduler != UP]
         found = [each for each in scripts if each.is_alive] or ([] if alive else scripts[:1])
         found = found or [each for each in runs if each.is_alive]
     chosen = [each for each in found if each.is_alive or not alive]
@@ -101,10 +94,7 @@ def _all_runs() -> list[FoundRun]:
 
 def _ended(run_id: str, log_dir: Path) -> FoundRun:
     """Return a run whose record was removed at its normal end."""
-    record = RunRecord(
-        run_id=run_id, pid=0, host="", command="", scheduler="", log_dir=str(log_dir), since=0.0
-    )
-    return FoundRun(record, is_alive=False)
+    return FoundRun(RunRecord(run_id=run_id, log_dir=str(log_dir)), is_alive=False)
 
 
 def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False) -> RunSnapshot:
@@ -118,29 +108,27 @@ def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False)
     """
     if not run.is_alive:
         raise RunNotFoundError(f"run {run.run_id} has ended")
-    if run.record.host != socket.gethostname():
-        raise RunNotFoundError(
-            f"run {run.run_id} belongs to host {run.record.host}; use the command there"
-        )
+    if (host := run.record.host) != socket.gethostname():
+        raise RunNotFoundError(f"run {run.run_id} belongs to host {host}; use the command there")
     if not is_stuck(run.record):
-        query = Query(kind="snapshot", role=role, reports=reports, limit_s=_ANSWER_S)
+        query = Query(kind="snapshot", role=role, reports=reports, limit_s=ANSWER_S)
         with contextlib.suppress(RunSilentError):
             return complete(ask_run(run, query, RunSnapshot), reports=reports)
     return observe_run(run.record, reports=reports)
 
 
-def take_two(run: FoundRun, role: str | None = None, apart_s: float = 1.0) -> list[RunSnapshot]:
-    """Return two snapshots with reports, the later one first."""
+def take_two(run: FoundRun, role: str | None = None) -> list[RunSnapshot]:
+    """Return two snapshots with reports, a second apart, the later one first."""
     before = take_snapshot(run, role, reports=True)
-    time.sleep(apart_s)
+    time.sleep(1.0)
     return [take_snapshot(run, role, reports=True), before]
 
 
-def take_here(take: Callable[..., T], name: str | None, *arguments: Any) -> T | None:
+def take_here(take: Callable[..., T], name: str | None, alive: bool, *arguments: Any) -> T | None:
     """Return ``take(run, *arguments)`` of a run whose script runs here; None without one."""
     try:
-        run = find_run(name, alive=True)
-        return None if run.is_node else take(run, *arguments)
+        run = find_run(name, alive=alive)
+        return None if alive and run.record.scheduler == UP else take(run, *arguments)
     except RunNotFoundError:
         return None
 
@@ -154,19 +142,14 @@ def ask_run(run: FoundRun, query: Query, kind: type[T]) -> T:
     """
     try:
         answer = ask(run.run_id, query)
-    except (OSError, EOFError, ValueError) as error:
+        with contextlib.suppress(msgspec.MsgspecError):
+            raise HelmsmanError(msgspec.msgpack.decode(answer, type=Refusal).refused)
+        return msgspec.msgpack.decode(answer, type=kind)
+    except (OSError, msgspec.MsgspecError) as error:
         raise RunSilentError(
             f"run {run.run_id} does not answer: {error}. helmsman why {run.run_id} observes its "
             "processes."
         ) from error
-    with contextlib.suppress(msgspec.MsgspecError):
-        raise HelmsmanError(msgspec.msgpack.decode(answer, type=Refusal).refused)
-    return msgspec.msgpack.decode(answer, type=kind)
-
-
-def take_stacks(run: FoundRun, role: str | None) -> dict[str, str]:
-    """Return the stacks of all threads by worker id."""
-    return ask_run(run, Query(kind="stacks", role=role, limit_s=_ANSWER_S), dict[str, str])
 
 
 def attach(address: str | None) -> Sequence[Mapping[str, Any]]:
@@ -189,21 +172,13 @@ def attach(address: str | None) -> Sequence[Mapping[str, Any]]:
     return alive_nodes()
 
 
-def start_on(
-    node: Mapping[str, Any], function: Callable[..., Any], *arguments: Any, **keywords: Any
-) -> Any:
-    """Run a function on a node; returns the reference of its result."""
+def on_all(nodes: Sequence[Mapping[str, Any]], function: Callable[..., T], *args: Any) -> list[T]:
+    """Run a function on all nodes at once; returns the results in their order."""
     import ray
 
     from helmsman.controller._ray_backend.placement_groups import on_node
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
-    return task.options(scheduling_strategy=on_node(node["NodeID"])).remote(*arguments, **keywords)
-
-
-def on_all(nodes: Sequence[Mapping[str, Any]], function: Callable[..., T], *args: Any) -> list[T]:
-    """Run a function on all nodes at once; returns the results in their order."""
-    import ray
-
-    started = [start_on(node, function, *args) for node in nodes]
+    places = [on_node(node["NodeID"]) for node in nodes]
+    started = [task.options(scheduling_strategy=place).remote(*args) for place in places]
     return [ray.get(each, timeout=_NODE_ANSWER_S) for each in started]

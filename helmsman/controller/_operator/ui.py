@@ -17,7 +17,7 @@ from helmsman.api.errors import HelmsmanError
 from helmsman.api.run_state import RunSnapshot, WorkerSnapshot
 from helmsman.controller._diagnosis.texts import is_well, stack_text, state_of
 from helmsman.controller._operator.logs import find_logs, read_lines
-from helmsman.controller._operator.recordings import Span, Timeline, read_timeline
+from helmsman.controller._operator.recordings import Timeline, read_timeline
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run, take_snapshot
 from helmsman.controller._schedulers.run_view import SCRIPT
 
@@ -43,8 +43,8 @@ def _page() -> str:
 def write_report(run: FoundRun, out: Path) -> None:
     """Write the page with all data of a run, which may have ended. Raises OSError."""
     data = _state_of(run, _REPORT_S)
-    known = take_snapshot(run, reports=True) if run.is_alive else data["snapshot"]
-    data["details"] = {e.worker_id: _detail(run, e) for e in known.workers[:_MOST_DETAILS]}
+    workers = _snapshot(run, reports=True).workers[:_MOST_DETAILS]
+    data["details"] = {each.worker_id: _detail(run, each) for each in workers}
     content = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     out.write_text(_page().replace(_PLACEHOLDER, _PLACEHOLDER.replace("null", content)))
 
@@ -54,7 +54,7 @@ def _state_of(run: FoundRun, shown_s: float = _SHOWN_S) -> dict[str, Any]:
     timeline = read_timeline(run.log_dir, only_script=True)
     lines = (text for _, _, text in read_lines(run.log_dir, SCRIPT))
     errors = [text for text in lines if any(level in text for level in _BAD)]
-    snapshot = take_snapshot(run) if run.is_alive else _last_of(run, timeline)
+    snapshot = _snapshot(run, timeline)
     return {
         "alive": run.is_alive,
         "snapshot": snapshot,
@@ -64,19 +64,21 @@ def _state_of(run: FoundRun, shown_s: float = _SHOWN_S) -> dict[str, Any]:
     }
 
 
-def _last_of(run: FoundRun, timeline: Timeline | None) -> RunSnapshot:
-    """Return what is known of a run that has ended."""
-    record, ended_at = run.record, time.time()
-    if timeline is not None:
-        ended_at = (timeline.end_ns + timeline.clock_ahead_ns) / 1e9
-    worker = WorkerSnapshot(worker_id="", role="", node="", pid=None, state="ended", log_path="")
+def _snapshot(
+    run: FoundRun, timeline: Timeline | None = None, role: str | None = None, reports: bool = False
+) -> RunSnapshot:
+    """Return the state of a run that is alive, or what is known of one that has ended."""
+    if run.is_alive:
+        return take_snapshot(run, role, reports)
+    ended_at = timeline.end_at if timeline is not None else time.time()
+    about: dict[str, Any] = {"node": "", "pid": None, "state": "ended", "log_path": ""}
     workers = [
-        msgspec.structs.replace(worker, worker_id=each, role=each.rpartition("/")[0])
+        WorkerSnapshot(worker_id=each, role=each.rpartition("/")[0], **about)
         for each in find_logs(run.log_dir)
         if each != SCRIPT
     ]
-    times = {"started_at": record.since or ended_at, "taken_at": ended_at}
-    return record.snapshot("observation", **times, workers=workers)
+    times = {"started_at": run.record.since or ended_at, "taken_at": ended_at}
+    return run.record.snapshot("observation", **times, workers=workers)
 
 
 def _recent(timeline: Timeline | None, shown_s: float, *, is_alive: bool) -> dict[str, Any]:
@@ -85,25 +87,17 @@ def _recent(timeline: Timeline | None, shown_s: float, *, is_alive: bool) -> dic
         return {"begin": 0, "end": 0, "calls": [], "phases": [], "requests": []}
     end_ns = time.monotonic_ns() if is_alive else timeline.end_ns
     begin_ns = max(end_ns - int(shown_s * 1e9), timeline.begin_ns)
-
-    def recent(spans: list[Span]) -> list[Span]:
+    recent: dict[str, Any] = {"begin": begin_ns, "end": end_ns}
+    kinds = {"calls": timeline.sent, "phases": timeline.phases, "requests": timeline.requests}
+    for kind, spans in kinds.items():
         shown = [each for each in spans if each.end_ns is None or each.end_ns >= begin_ns]
-        return shown[-_MOST_SPANS:]
-
-    return {
-        "begin": begin_ns,
-        "end": end_ns,
-        "calls": recent(timeline.sent),
-        "phases": recent(timeline.phases),
-        "requests": recent(timeline.requests),
-    }
+        recent[kind] = shown[-_MOST_SPANS:]
+    return recent
 
 
 def _worker_detail(run: FoundRun, worker_id: str) -> dict[str, Any]:
     """Return the stacks and the last log lines of a worker; HelmsmanError if there is none."""
-    role = worker_id.rpartition("/")[0]
-    known = take_snapshot(run, role, reports=True) if run.is_alive else _last_of(run, None)
-    for each in known.workers:
+    for each in _snapshot(run, role=worker_id.rpartition("/")[0], reports=True).workers:
         if each.worker_id == worker_id:
             return _detail(run, each)
     raise RunNotFoundError(f"run {run.run_id} has no worker {worker_id!r}.")
@@ -111,12 +105,10 @@ def _worker_detail(run: FoundRun, worker_id: str) -> dict[str, Any]:
 
 def _detail(run: FoundRun, worker: WorkerSnapshot) -> dict[str, Any]:
     log = [line for _, _, line in read_lines(run.log_dir, worker.worker_id)]
-    stacks = worker.report.stacks if worker.report is not None else []
-    text = stack_text(worker.worker_id, stacks) if stacks else f"no stacks: {worker.error}"
-    return {
-        "stacks": text if run.is_alive else "the run has ended",
-        "log": log[-_MOST_LINES:],
-    }
+    text = "the run has ended" if not run.is_alive else f"no stacks: {worker.error}"
+    if run.is_alive and worker.report is not None and worker.report.stacks:
+        text = stack_text(worker.worker_id, worker.report.stacks)
+    return {"stacks": text, "log": log[-_MOST_LINES:]}
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -150,29 +142,28 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         # Another site's page may reach this port by a name of its own; its Host header tells.
         is_here = self.headers.get("Host") in (f"127.0.0.1:{port}", f"localhost:{port}")
         if not is_here or not hmac.compare_digest(given.encode(), self.server.token.encode()):
-            self._send(403, "plain", b"The address needs the token that helmsman ui printed.")
+            self._send(403, "text/plain", b"The address needs the token that helmsman ui printed.")
+            return
+        if address == "/":
+            self._send(200, "text/html", _page().encode())
             return
         try:
-            if address == "/":
-                self._send(200, "html", _page().encode())
-            elif address == "/api/state":
-                self._send(200, "json", msgspec.json.encode(_state_of(self._run())))
+            run = find_run(self.server.run_id)
+            if address == "/api/state":
+                self._send(200, "application/json", msgspec.json.encode(_state_of(run)))
             elif address == "/api/worker":
-                detail = _worker_detail(self._run(), values.get("id", [""])[0])
-                self._send(200, "json", msgspec.json.encode(detail))
+                detail = _worker_detail(run, values.get("id", [""])[0])
+                self._send(200, "application/json", msgspec.json.encode(detail))
             else:
-                self._send(404, "plain", b"not found")
+                self._send(404, "text/plain", b"not found")
         except HelmsmanError as error:
-            self._send(404, "plain", str(error).encode())
-
-    def _run(self) -> FoundRun:
-        return find_run(self.server.run_id)
+            self._send(404, "text/plain", str(error).encode())
 
     def _send(self, code: int, kind: str, content: bytes) -> None:
         self.send_response(code)
-        kind = "application/json" if kind == "json" else f"text/{kind}; charset=utf-8"
-        length = {"Content-Type": kind, "Content-Length": str(len(content))}
-        for name, value in {**length, **_HEADERS}.items():
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in _HEADERS.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)

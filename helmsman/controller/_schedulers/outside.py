@@ -8,17 +8,12 @@ from collections.abc import Iterable
 import msgspec
 
 from helmsman.api.run_state import ProcessReport, RunSnapshot, WorkerSnapshot
+from helmsman.api.workers import WorkerHealth
 from helmsman.controller._node.run_registry import RunRecord
 from helmsman.controller._schedulers.run_view import SCRIPT
 from helmsman.controller._transport.health import as_health
-from helmsman.rpc_server._host.examination import observe_node
-from helmsman.rpc_server._process.guardian import (
-    mark_of,
-    process_of,
-    process_table,
-    run_members,
-    uid_of,
-)
+from helmsman.rpc_server._host.examination import node_facts
+from helmsman.rpc_server._process.guardian import mark_of, process_of, process_table, run_members
 from helmsman.rpc_server._process.pulse import Seen, observe, pages_of, read
 from helmsman.rpc_server._process.stack_dump import dump_stacks
 
@@ -67,6 +62,9 @@ def observe_workers(
                 continue
             seen = read(observe(page, pid))
             health = as_health(seen) if seen is not None else None
+            if health is not None and seen is not None and seen.stuck_s < _STUCK_S:
+                # A recent beat counts as an answer.
+                health = msgspec.structs.replace(health, stuck_s=None, process_state=None)
             found[worker_id] = WorkerSnapshot(
                 worker_id=worker_id,
                 role=worker_id.rpartition("/")[0],
@@ -79,22 +77,15 @@ def observe_workers(
                 report=observed_report(pid, log_dir, seen) if reports else None,
             )
     sizes = collections.Counter(each.role for each in found.values())
-    return [
-        msgspec.structs.replace(each, world_size=sizes[each.role])
-        for each in sorted(found.values(), key=lambda each: (each.role, _index(each.worker_id)))
-    ]
-
-
-def _index(worker_id: str) -> int:
-    index = worker_id.rpartition("/")[2]
-    return int(index) if index.isdigit() else 0
+    # By rank: the ids of a role differ in their numbers only.
+    in_order = sorted(found.values(), key=lambda e: (e.role, len(e.worker_id), e.worker_id))
+    return [msgspec.structs.replace(each, world_size=sizes[each.role]) for each in in_order]
 
 
 def complete(snapshot: RunSnapshot, *, reports: bool) -> RunSnapshot:
     """Add observations of the workers on this machine that did not answer the script."""
-    return msgspec.structs.replace(
-        snapshot, workers=[_completed(snapshot, each, reports=reports) for each in snapshot.workers]
-    )
+    workers = [_completed(snapshot, each, reports=reports) for each in snapshot.workers]
+    return msgspec.structs.replace(snapshot, workers=workers)
 
 
 def _completed(run: RunSnapshot, worker: WorkerSnapshot, *, reports: bool) -> WorkerSnapshot:
@@ -102,30 +93,28 @@ def _completed(run: RunSnapshot, worker: WorkerSnapshot, *, reports: bool) -> Wo
     is_silent = health is None or (health.stuck_s or 0.0) > _STUCK_S
     if not is_silent or pid is None or worker.report is not None:
         return worker
-    mark = mark_of(pid)
-    if mark is None or mark.run_id != run.run_id or uid_of(pid) is None:
+    mark, process = mark_of(pid), process_of(pid)
+    if mark is None or mark.run_id != run.run_id:
         return worker  # it runs on another machine, or another process has its pid now
-    process = process_of(pid)
-    state = process.state if process is not None else "gone"
-    report = None
+    state, report = process.state if process is not None else "gone", None
     if reports and state not in ("Z", "gone"):
-        report = observed_report(pid, run.log_dir)
-        if health is not None:
-            stacks = report.stacks
-            if stacks and health.running is not None:  # the first thread has the interpreter
-                stacks[0] = msgspec.structs.replace(
-                    stacks[0], thread="engine", call=health.running, running_s=health.running_s
-                )
-            report = msgspec.structs.replace(report, cpu_s=health.cpu_s, rss_bytes=health.rss_bytes)
+        report = observed_report(pid, run.log_dir, health)
+        if report.stacks and health is not None and health.running is not None:
+            # The first thread has the interpreter.
+            report.stacks[0] = msgspec.structs.replace(
+                report.stacks[0], thread="engine", call=health.running, running_s=health.running_s
+            )
     return msgspec.structs.replace(worker, process_state=state, report=report)
 
 
-def observed_report(pid: int, log_dir: str, seen: Seen | None = None) -> ProcessReport:
+def observed_report(
+    pid: int, log_dir: str, seen: Seen | WorkerHealth | None = None
+) -> ProcessReport:
     """Report on a process of this machine from outside, and by what its page shows."""
     return ProcessReport(
         pid=pid,
         cpu_s=seen.cpu_s if seen is not None else 0.0,
         rss_bytes=seen.rss_bytes if seen is not None else 0,
         stacks=dump_stacks(pid),
-        node=observe_node("", log_dir),
+        **node_facts(log_dir),
     )

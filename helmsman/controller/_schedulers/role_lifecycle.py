@@ -20,6 +20,7 @@ from helmsman.api import errors
 from helmsman.api.plan import Reservation
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._aio.event_loop import Deadline, await_all, forbid_blocking, run_sync
+from helmsman.controller._node.activity import CallAccount
 from helmsman.controller._node.driver_log import listed, story
 from helmsman.controller._node.environment import worker_environment
 from helmsman.controller._placement.placement import Placement, targets_first, tile
@@ -175,8 +176,8 @@ class RoleLifecycle:
         """Configure a new worker and lease its ports, before it is published."""
         job = start.job
         client.advice = self.advice
-        durations_of = functools.partial(self._run.activity.calls_of, job.role)
-        client.accounts.join(self._run.recorder, durations_of)
+        about = self._run.activity, job.role, client.worker_id
+        client.account_of = functools.cache(functools.partial(CallAccount, *about))
         client.kept_calls = self._run.kept_calls.get(job.role)
         spec = job.spec(rank)
         limit_s = max(start.deadline.remaining_s, 0.001)

@@ -7,7 +7,7 @@ import concurrent.futures
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from helmsman.api import errors
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 SCRIPT = "script"
 """Stands for the worker id of the script's process."""
+_Describe = Callable[[], RolloutSnapshot | None]
+_Operated = Callable[[], Operated | None]
 _MOST_CALLS = 20
 _LOOP_S = 1.0
 """Longer than this, the background loop is considered blocked."""
@@ -65,8 +67,7 @@ class RunView(RunReporter):
         self._run, self._roles = run, roles
         self._record = record_here(run.id, scheduler, run.log_dir)
         self._shares_process, self._scale = shares_process, scale
-        self._describers: dict[str, Callable[[], RolloutSnapshot | None]] = {}
-        self._operated: dict[str, Callable[[], Operated | None]] = {}
+        self._described: dict[str, tuple[_Describe, _Operated]] = {}
         self.hang_policy = HangPolicy()
 
     @checked
@@ -90,13 +91,9 @@ class RunView(RunReporter):
 
     @checked
     def describe_by(
-        self,
-        role: str,
-        describe: Callable[[], RolloutSnapshot | None],
-        operated: Callable[[], Operated | None] = lambda: None,
+        self, role: str, describe: _Describe, operated: _Operated = lambda: None
     ) -> None:
-        self._describers[role] = describe
-        self._operated[role] = operated
+        self._described[role] = describe, operated
 
     def answer(self, query: Query) -> Any:
         """Answer a query, from any thread except the background loop's.
@@ -104,8 +101,6 @@ class RunView(RunReporter):
         Raises:
             RoleNotFoundError: There is no such role.
         """
-        if query.role not in (None, SCRIPT):
-            self._roles.role(str(query.role))
         if query.kind == "snapshot":
             return self.snapshot(query.role, reports=query.reports, timeout=query.limit_s)
         if query.kind == "stacks":
@@ -117,36 +112,32 @@ class RunView(RunReporter):
 
     def _act(self, query: Query) -> str:
         """Execute an operator's action, recorded in driver.log, and describe its effect."""
-        target, is_scale = query.target, query.kind == "scale"
-        role = target if is_scale else target.rpartition("/")[0]
-        self._roles.role(role)
+        target, is_scale, limit_s = query.target, query.kind == "scale", query.limit_s
+        role = self._roles.role(target if is_scale else target.rpartition("/")[0]).name
         client = None if is_scale else self._roles.client(target)
-        controller = self._operated.get(role, lambda: None)()
+        controller = self._described[role][1]() if role in self._described else None
         text = f"{query.kind} {target}" + (f" to {query.number}" if is_scale else "")
         story.info("operator: %s", text)
         if query.kind == "kill" and client is not None:
-            submit(client.kill("was ended by helmsman kill")).result(query.limit_s)
+            submit(client.kill("was ended by helmsman kill")).result(limit_s)
             return f"{target} was killed"
-        if controller is not None:
-            done = {
-                "drain": lambda: controller.async_drain([target], migrate=True),
-                "resume": lambda: controller.async_undrain([target]),
-                "scale": lambda: controller.async_scale(query.number, migrate=True),
-            }[query.kind]()
-            submit(done).result(query.limit_s)
-        elif is_scale:
+        if controller is None and is_scale:
             self._scale(role, query.number)
+        elif controller is None:
+            reason = f"role {role!r} has no RolloutController"
+            raise errors.HelmsmanError(f"{target} cannot be drained: {reason}")
+        elif is_scale:
+            submit(controller.async_scale(query.number, migrate=True)).result(limit_s)
+        elif query.kind == "drain":
+            submit(controller.async_drain([target], migrate=True)).result(limit_s)
         else:
-            raise errors.HelmsmanError(
-                f"{target} cannot be drained: role {role!r} has no RolloutController"
-            )
+            submit(controller.async_undrain([target])).result(limit_s)
         return f"{text}: done"
 
     async def _files(self, node: str, worker_id: str, limit_s: float) -> dict[str, bytes]:
         """Return a worker's recordings and log, from it or from a worker beside it."""
-        there = [each for each in self._roles.clients() if each.node == node and each.is_there]
-        there.sort(key=lambda each: each.worker_id != worker_id)
-        for client in dict.fromkeys(there[:2]):
+        there = [each for each in self._chosen(None) if each.node == node and each.is_there]
+        for client in sorted(there, key=lambda each: each.worker_id != worker_id)[:2]:
             with contextlib.suppress(errors.CallError):
                 found: dict[str, bytes] = await client.control(
                     Verb.FILES, worker_id, limit_s=limit_s
@@ -161,7 +152,9 @@ class RunView(RunReporter):
         forbid_blocking()
         script = None
         if reports and role in (None, SCRIPT):
-            script = examine_script(self._own_node(), str(self._run.log_dir))
+            known = ((e.node, mark_of(e.pid)) for e in self._roles.clients() if e.pid)
+            own = (node for node, mark in known if mark and mark.run_id == self._run.id)
+            script = examine_script(next(own, ""), str(self._run.log_dir))
         loop_stack = None
         asked = submit(self._workers(role, timeout, reports=reports))
         try:
@@ -169,16 +162,14 @@ class RunView(RunReporter):
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             asked.cancel()
             rollouts, loop_stack = [], thread_stack_of(LOOP_THREAD)
-            workers = [
-                self._worker(each, client, None, None, "Helmsman's event loop does not run")
-                for client, each in self._chosen(role).items()
-            ]
+            chosen, error = self._chosen(role).items(), "Helmsman's event loop does not run"
+            workers = [self._worker(each, client, None, None, error) for client, each in chosen]
         activity = self._run.activity
         return self._record.snapshot(
             "script",
             script=script,
             loop_stack=loop_stack,
-            idle_s=activity.idle_s,
+            idle_s=time.monotonic() - activity.last_at if activity.last_at else None,
             longest_idle_s=activity.longest_idle_s,
             workers=workers,
             rollouts=rollouts,
@@ -188,34 +179,22 @@ class RunView(RunReporter):
         )
 
     def _stacks(self, role: str | None, limit_s: float) -> dict[str, str]:
-        """Return the stacks of all threads by worker id, or why a worker did not answer.
-
-        Without a role, the script's come first, under SCRIPT.
-        """
+        """Return the stacks of all threads by worker id or SCRIPT, or why one did not answer."""
         found = {SCRIPT: all_stacks()} if role in (None, SCRIPT) else {}
+        clients = {client.worker_id: client for client in self._chosen(role)}
         if not self._shares_process:
-            clients = {client.worker_id: client for client in self._chosen(role)}
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 asked = submit(ask_all(clients, Verb.STACKS, limit_s))
                 found |= {name: str(each) for name, each in asked.result(limit_s + _LOOP_S).items()}
         return found
 
-    def _own_node(self) -> str:
-        """Return the address of this node, if a worker runs on it; else ''."""
-        for client in self._roles.clients():
-            mark = mark_of(client.pid) if client.pid is not None else None
-            if mark is not None and mark.run_id == self._run.id:
-                return client.node
-        return ""
-
     def _chosen(self, role: str | None) -> dict[WorkerClient, Role]:
         """Return the workers of a role, or all; those shared by roles only once."""
-        if role == SCRIPT:
-            return {}
-        roles: Iterable[Role] = self._roles if role is None else [self._roles.role(role)]
+        if role not in (None, SCRIPT):
+            self._roles.role(role)  # raises for an unknown one
         found: dict[WorkerClient, Role] = {}
-        for each in roles:
-            for client in each.clients.values():
+        for each in self._roles:
+            for client in each.clients.values() if role in (None, each.name) else ():
                 found.setdefault(client, each)
         return found
 
@@ -232,13 +211,12 @@ class RunView(RunReporter):
         workers = []
         for client, each in chosen.items():
             name, report = client.worker_id, found.get(client.worker_id)
-            failed = isinstance(report, errors.CallError)
+            failed = isinstance(report, BaseException)
             error = str(report if failed else failures.get(name, "")).partition("\n")[0]
-            seen = None if failed else report
-            workers.append(self._worker(each, client, health.get(name), seen, error))
-        described = [
-            describe() for name, describe in list(self._describers.items()) if role in (None, name)
-        ]
+            report = None if failed else report
+            workers.append(self._worker(each, client, health.get(name), report, error))
+        names = [name for name in list(self._described) if role in (None, name)]
+        described = [self._described[name][0]() for name in names]
         return workers, [each for each in described if each is not None]
 
     def _worker(
@@ -264,7 +242,7 @@ class RunView(RunReporter):
             log_path=client.log_path,
             devices=list(client.place.devices),
             world_size=len(role.clients),
-            is_group=role.name not in self._describers,
+            is_group=role.name not in self._described,
             num_restarts=role.num_restarts.get(client.worker_id, 0),
             calls=calls[:_MOST_CALLS],
             health=health,
@@ -277,12 +255,6 @@ async def ask_all(
     clients: Mapping[str, WorkerClient], verb: Verb, limit_s: float | None = None
 ) -> dict[str, Any]:
     """Send a control verb to workers; returns their answers or errors by worker id."""
-
-    async def ask(client: WorkerClient) -> Any:
-        try:
-            return await client.control(verb, limit_s=limit_s)
-        except errors.CallError as error:
-            return error
-
-    answers = await asyncio.gather(*map(ask, clients.values()))
+    asked = (client.control(verb, limit_s=limit_s) for client in clients.values())
+    answers = await asyncio.gather(*asked, return_exceptions=True)
     return dict(zip(clients, answers, strict=True))

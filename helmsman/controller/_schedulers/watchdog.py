@@ -66,26 +66,23 @@ class Watchdog:
                     log.exception("run %s: the report of a hang failed", self._run.id)
 
     def _overdue(self) -> Iterator[_Overdue]:
-        now, activity = time.monotonic(), self._run.activity
+        now, activity, policy = time.monotonic(), self._run.activity, self._view.hang_policy
+        found = list[tuple[_Overdue, float | None]]()
         for role in self._roles:
             for client in role.clients.values():
                 for request_id, call in client.in_flight.copy().items():
-                    age_s = now - call.started
-                    if self._is_overdue(age_s, activity.calls_of(role.name, call.method).median_s):
-                        text = f"{call.name} on {client.worker_id}"
-                        yield _Overdue(request_id, text, call, age_s)
+                    text, age_s = f"{call.name} on {client.worker_id}", now - call.started
+                    median_s = activity.calls_of(role.name, call.method).median_s
+                    found.append((_Overdue(request_id, text, call, age_s), median_s))
         for phase in activity.phases(explain=False):
-            if phase.median_s is not None and self._is_overdue(phase.age_s, phase.median_s):
-                key = phase.kind, phase.detail, round(now - phase.age_s)
-                text = f"phase {phase.kind} {phase.detail}".rstrip()
-                yield _Overdue(key, text, None, phase.age_s)
-
-    def _is_overdue(self, age_s: float, median_s: float | None) -> bool:
-        policy = self._view.hang_policy
-        first_s = _FIRST * policy.floor_s
-        return is_long(
-            age_s, median_s, factor=policy.factor, first_s=first_s, floor_s=policy.floor_s
-        )
+            key = phase.kind, phase.detail, round(now - phase.age_s)
+            text = f"phase {phase.kind} {phase.detail}".rstrip()
+            if phase.median_s is not None:
+                found.append((_Overdue(key, text, None, phase.age_s), phase.median_s))
+        limits = {"factor": policy.factor, "floor_s": policy.floor_s}
+        for each, median_s in found:
+            if is_long(each.age_s, median_s, first_s=_FIRST * policy.floor_s, **limits):
+                yield each
 
     def _report(self, overdue: list[_Overdue]) -> None:
         before = complete(self._view.snapshot(reports=True), reports=True)
@@ -108,9 +105,9 @@ class Watchdog:
                 log.warning("run %s: a hang was not reported %s", self._run.id, reason)
         if policy.on_hang == "raise":
             source = "the watchdog, by on_hang='raise'"
-            for call, age_s in ((each.call, each.age_s) for each in overdue):
-                if call is not None:
-                    run_on_loop(functools.partial(call.give_up, age_s, source))
+            for each in overdue:
+                if each.call is not None:
+                    run_on_loop(functools.partial(each.call.give_up, each.age_s, source))
 
 
 def _notify(target: str | Callable[[str], None], diagnosis: Diagnosis, text: str) -> None:

@@ -33,10 +33,10 @@ from helmsman.controller._aio.event_loop import (
     run_in_executor,
     run_on_loop,
 )
+from helmsman.controller._node.activity import NO_RUN, CallAccount
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
-from helmsman.controller._transport.call_accounts import CallAccount, CallAccounts
 from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
@@ -86,7 +86,8 @@ class WorkerClient:
         """Role -> next step after the death of a worker, where a controller has a better one than
         the default.
         """
-        self.accounts = CallAccounts(worker_id)
+        self.account_of = functools.cache(functools.partial(CallAccount, NO_RUN, "", worker_id))
+        """Returns the account of the calls of a method."""
         self.kept_calls: KeptCalls | None = None
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
@@ -180,7 +181,7 @@ class WorkerClient:
 
     def begins(self, request_id: int, call: PendingCall) -> None:
         """Count a call that is about to be sent; ``settled`` follows."""
-        call.account = account = self.accounts[call.method]
+        call.account = account = self.account_of(call.method)
         call.slot = account.begun(request_id, call.started)
         self.in_flight[request_id] = call
         if self.kept_calls is not None:

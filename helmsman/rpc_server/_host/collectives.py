@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -88,6 +88,18 @@ class _Communicator(msgspec.Struct):
     ranks: list[_Rank]
     missing_ranks: list[_Rank] = []
 
+    def nccl_ranks(self) -> Iterator[NcclRank]:
+        for each in (*self.ranks, *self.missing_ranks):
+            problem = "dead" if each.status.get("considered_dead") else "unresponsive"
+            yield NcclRank(
+                communicator=self.hash,
+                rank=each.rank,
+                host=each.host,
+                pid=each.pid,
+                num_collectives=sum(each.collective_counts.values()),
+                problem=problem if each in self.missing_ranks else "",
+            )
+
 
 class _Ras(msgspec.Struct):
     communicators: list[_Communicator]
@@ -100,23 +112,11 @@ def waiting_nccl_ranks(collectives: Sequence[CollectiveState]) -> list[NcclRank]
     is_waiting = any(not each.is_done and each.age_s > _WAITS_S for each in collectives)
     if not (is_used and is_waiting) or distributed is None or not distributed.is_initialized():
         return []
-    ras = _Ras([])
+    found: list[NcclRank] = []
     if distributed.get_rank() == 0:
         with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
-            ras = msgspec.json.decode(_ask_ras(), type=_Ras)
-    found = []
-    for communicator in ras.communicators:
-        for each in (*communicator.ranks, *communicator.missing_ranks):
-            missing = "dead" if each.status.get("considered_dead") else "unresponsive"
-            rank = NcclRank(
-                communicator=communicator.hash,
-                rank=each.rank,
-                host=each.host,
-                pid=each.pid,
-                num_collectives=sum(each.collective_counts.values()),
-                problem=missing if each in communicator.missing_ranks else "",
-            )
-            found.append(rank)
+            for communicator in msgspec.json.decode(_ask_ras(), type=_Ras).communicators:
+                found += communicator.nccl_ranks()
     return found
 
 

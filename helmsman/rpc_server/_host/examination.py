@@ -15,9 +15,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from helmsman.api.run_state import ChildProcess, Frame, NodeReport, ProcessReport, StackTrace
+from helmsman.api.run_state import Frame, ProcessReport, StackTrace
 from helmsman.rpc_server._host.collectives import last_collectives, waiting_nccl_ranks
 from helmsman.rpc_server._host.threads import (
     EngineLoop,
@@ -30,6 +32,7 @@ from helmsman.rpc_server._process.guardian import process_of
 
 _MOST_FRAMES = 60
 _MOST_TASKS = 50
+_THREADS = Path("/proc/self/task")
 _CLOCK_AHEAD_S = time.time() - time.monotonic()
 """Changes only when the node's clock is set."""
 
@@ -69,11 +72,9 @@ def examine_script(node: str, log_dir: str) -> ProcessReport:
 
 def thread_stack_of(name: str) -> StackTrace | None:
     """Return the stack of a thread of this process by name; None if there is none."""
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        if thread.name == name and thread.ident in frames:
-            return _stack(name, frames_of(frames[thread.ident]))
-    return None
+    frames, named = sys._current_frames(), (e for e in threading.enumerate() if e.name == name)
+    found = (frames[each.ident] for each in named if each.ident in frames)
+    return next((_stack(name, frames_of(frame)) for frame in found), None)
 
 
 def _tasks_of(frame: FrameType) -> Iterable[asyncio.Task[object]]:
@@ -91,10 +92,9 @@ def _stack(thread: str, frames: list[FrameType], running: Running | None = None)
         file, line = frame.f_code.co_filename, frame.f_lineno
         text = linecache.getline(file, line, frame.f_globals).strip()
         found.append(Frame(file, line, frame.f_code.co_name, text[:200]))
-    if running is None:
-        return StackTrace(thread=thread, frames=found)
-    running_s = time.monotonic() - running.since
-    return StackTrace(thread=thread, frames=found, call=running.name, running_s=running_s)
+    call = running.name if running is not None else ""
+    running_s = time.monotonic() - running.since if running is not None else None
+    return StackTrace(thread=thread, frames=found, call=call, running_s=running_s)
 
 
 def _report(node: str, log_dir: str, stacks: list[StackTrace]) -> ProcessReport:
@@ -109,58 +109,48 @@ def _report(node: str, log_dir: str, stacks: list[StackTrace]) -> ProcessReport:
         clock_jump_s=time.time() - time.monotonic() - _CLOCK_AHEAD_S,
         stacks=stacks,
         children=_children(int(time.monotonic())),
-        node=observe_node(node, log_dir),
+        node=node,
+        **node_facts(log_dir),
         collectives=collectives,
         nccl_ranks=waiting_nccl_ranks(collectives),
     )
 
 
-def observe_node(node: str, log_dir: str) -> NodeReport:
-    """Report on this node, and on the disk of a run's logs."""
+def node_facts(log_dir: str) -> dict[str, Any]:
+    """Return the fields of a report about this node, and about the disk of a run's logs."""
     disks = {}
     for path in ("/dev/shm", tempfile.gettempdir(), log_dir):
         with contextlib.suppress(OSError):
             usage = shutil.disk_usage(path)
             disks[path] = (usage.free, usage.total)
-    available = _sizes("/proc/meminfo").get("MemAvailable", 0)
-    return NodeReport(node=node, memory_available=available, disks=disks)
+    return {"memory_available": _sizes("/proc/meminfo").get("MemAvailable", 0), "disks": disks}
 
 
-def _read(path: str) -> str:
+def proc_text(path: str | Path) -> str:
     """Return the text of a file of /proc; '' if there is none."""
-    try:
-        with open(path, errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(errors="replace")
+    return ""
 
 
 def _sizes(path: str) -> dict[str, int]:
     """Return the sizes of a file of /proc in bytes by name."""
-    found = re.findall(r"^(\w+):\s+(\d+) kB", _read(path), re.MULTILINE)
+    found = re.findall(r"^(\w+):\s+(\d+) kB", proc_text(path), re.MULTILINE)
     return {name: int(size) << 10 for name, size in found}
-
-
-def _of_threads(name: str) -> list[str]:
-    """Return the content of a file of /proc for each thread of this process."""
-    try:
-        return [_read(f"/proc/self/task/{each}/{name}") for each in os.listdir("/proc/self/task")]
-    except OSError:
-        return []
 
 
 def _runnable_s() -> float:
     """Return the time that the threads spent in the run queue."""
-    found = [each.split() for each in _of_threads("schedstat")]
+    found = [proc_text(each).split() for each in _THREADS.glob("*/schedstat")]
     return sum(int(fields[1]) for fields in found if len(fields) > 1) / 1e9
 
 
 @functools.lru_cache(maxsize=1)
-def _children(second: int) -> list[ChildProcess]:
+def _children(second: int) -> dict[int, tuple[str, str]]:
     """Return the direct children, once a second: inline workers share one process."""
-    found = []
-    for pid in map(int, " ".join(_of_threads("children")).split()):
-        command = _read(f"/proc/{pid}/cmdline")[:200].replace("\0", " ").strip()
+    found = {}
+    for pid in map(int, " ".join(map(proc_text, _THREADS.glob("*/children"))).split()):
+        command = proc_text(f"/proc/{pid}/cmdline")[:200].replace("\0", " ").strip()
         if (process := process_of(pid)) is not None:
-            found.append(ChildProcess(pid=pid, state=process.state, command=command))
+            found[pid] = process.state, command
     return found

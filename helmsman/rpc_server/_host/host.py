@@ -36,7 +36,6 @@ from helmsman.rpc_server._host.engine_calls import (
 )
 from helmsman.rpc_server._host.examination import examine
 from helmsman.rpc_server._host.faults import Faults, Prepared
-from helmsman.rpc_server._host.files import read_files
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.journal import Journal
 from helmsman.rpc_server._host.threads import (
@@ -47,7 +46,7 @@ from helmsman.rpc_server._host.threads import (
 from helmsman.rpc_server._process.command import CommandEngine
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
-from helmsman.rpc_server._process.recorder import CallLog, Recorder
+from helmsman.rpc_server._process.recorder import CallLog, Recorder, read_files
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import (
     Reply,

@@ -174,11 +174,7 @@ def find_page(pid: int, tag: str) -> mmap.mmap | None:
 
 
 def pages_of(pid: int, run_id: str) -> dict[str, mmap.mmap]:
-    """Map the pages of a process that belong to a run; empty if it is not accessible.
-
-    Returns:
-        Worker id, or the name of another process of the run -> page.
-    """
+    """Map the pages of a run's process by worker id or SCRIPT; empty if it is not accessible."""
     found = {}
     for name, path in memfds_of(pid):
         if name.startswith(f"{_NAME}{run_id}/"):

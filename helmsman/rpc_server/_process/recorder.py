@@ -2,7 +2,7 @@
 
 A file has a header, a table of names, and a ring of slots. A slot is written by one call of C code.
 Its number is stored at both ends, so that a reader recognises a slot that was only half written
-when the process was killed. A call has one slot, to which its end is added.
+when the process was killed. A call or phase has one slot, to which its end is added.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import functools
 import itertools
 import mmap
 import os
+import re
 import struct
 import threading
 import time
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple
 
 from helmsman.rpc_server._process.pulse import CallRecord, shown_name
@@ -24,18 +26,19 @@ SUFFIX = ".events"
 NUM_SLOTS = 1 << 15
 NUM_NAMES = 2048
 
-_MAGIC = b"helmsman events 3\0"
-_HEADER = struct.Struct("=18sIIIqq110s")
-"""Magic, pid, slots, names, monotonic and wall-clock nanoseconds at the start, title."""
+_MAGIC = b"helmsman events 4\0"
+_HEADER = struct.Struct("=18sIqq110s")
+"""Magic, pid, monotonic and wall-clock nanoseconds at the start, title."""
 _NAME = struct.Struct("=112s")
 _SLOT = struct.Struct("=IBxHqddI4x")
 """Number, kind, name, number of the event, monotonic seconds, value, and the number again."""
-_ALIVE = struct.Struct("=q")
-"""Monotonic nanoseconds of the last sign of life."""
 _ALIVE_AT, _NAMES_AT = 240, 256
+"""The last sign of life, in monotonic seconds, and the table of names."""
 _SLOTS_AT = _NAMES_AT + NUM_NAMES * _NAME.size
 _FIRST_VALUE = _SLOTS_AT // 8 + 3
 FILE_BYTES = _SLOTS_AT + NUM_SLOTS * _SLOT.size
+_MOST_RECORDINGS, _LOG_BYTES = 2, 1 << 20
+"""Of a worker, for a controller on another node."""
 _LAST_CHANCE = NUM_SLOTS - 256
 """A slot counts as overwritten after this many further ones, since other threads write, too."""
 
@@ -43,19 +46,18 @@ _LAST_CHANCE = NUM_SLOTS - 256
 class Kind(IntEnum):
     """Kinds of events; the comments give name, number and value."""
 
-    SENT = 1  # A call was sent: worker and method, request id.
-    REPLIED = 2  # Its outcome arrived: the same; 1 for a result, 0 for an error. By ``finish``.
-    BEGUN = 3  # A worker began a call: 'engine.method', request id.
-    DONE = 4  # It ended: the same. By ``finish`` only.
-    PHASE = 5  # A phase of the script began: kind and detail, its id.
-    PHASE_END = 6  # It ended: the same.
-    QUEUED = 7  # A generation request was queued: role, its number.
-    ASSIGNED = 8  # It was sent: instance, its number.
-    ENDED = 9  # It ended: state, its number; value: new tokens.
-    WEIGHTS = 10  # An engine has new weights: engine, version.
-    STATE = 11  # A change of state: a text.
+    SENT = 1  # A call, from its sending to its outcome: worker and method, request id.
+    BEGUN = 2  # A call, as a worker executes it: 'engine.method', request id.
+    PHASE = 3  # A phase of the script: kind and detail, its id.
+    QUEUED = 4  # A generation request was queued: role, its number.
+    ASSIGNED = 5  # It was sent: instance, its number.
+    ENDED = 6  # It ended: state, its number; value: new tokens.
+    WEIGHTS = 7  # An engine has new weights: engine, version.
+    STATE = 8  # A change of state: a text.
 
 
+_LASTING = (Kind.SENT, Kind.BEGUN, Kind.PHASE)
+"""Kinds whose slot gets an end by ``finish``."""
 _BEGUN = int(Kind.BEGUN)
 
 
@@ -68,6 +70,10 @@ class Event(NamedTuple):
     name: str
     number: int
     value: float
+    end_ns: int | None = None
+    """When a call or phase ended; None if it has not, and for other kinds."""
+    ok: bool = True
+    """Whether a call had a result."""
 
 
 class Recording(NamedTuple):
@@ -95,10 +101,8 @@ class Recorder:
         self._numbers, self._last = itertools.count(1), 0
         self._lock = threading.Lock()
         self._write_to(mmap.mmap(-1, FILE_BYTES))
-        _HEADER.pack_into(
-            *(self._page, 0, _MAGIC, os.getpid(), NUM_SLOTS, NUM_NAMES),
-            *(time.monotonic_ns(), time.time_ns(), title.encode()[:110]),
-        )
+        clocks = time.monotonic_ns(), time.time_ns()
+        _HEADER.pack_into(self._page, 0, _MAGIC, os.getpid(), *clocks, title.encode()[:110])
         self.name("(other)")
 
     def _write_to(self, page: mmap.mmap) -> None:
@@ -123,7 +127,7 @@ class Recorder:
 
     def beat(self) -> None:
         """Record that this process is alive now."""
-        _ALIVE.pack_into(self._page, _ALIVE_AT, time.monotonic_ns())
+        self._floats[_ALIVE_AT // 8] = time.monotonic()
 
     def close(self) -> None:
         """Close the file; later events are lost. Idempotent."""
@@ -132,32 +136,19 @@ class Recorder:
 
     def name(self, text: str) -> int:
         """Return the number of a name; that of '(other)' if the table is full."""
-        found = self._names.get(text)
-        if found is not None:
-            return found
         with self._lock:
-            number = self._names.get(text, len(self._names))
-            if number >= NUM_NAMES:
-                return 0
-            offset = _NAMES_AT + number * _NAME.size
-            _NAME.pack_into(self._page, offset, text.encode(errors="replace"))
-            self._names[text] = number
-            return number
+            if text not in self._names and (number := len(self._names)) < NUM_NAMES:
+                offset = _NAMES_AT + number * _NAME.size
+                _NAME.pack_into(self._page, offset, text.encode(errors="replace"))
+                self._names[text] = number
+            return self._names.get(text, 0)
 
     def note(
         self, kind: int, name: int, number: int = 0, value: float = 0.0, at: float | None = None
     ) -> int:
-        """Record an event.
+        """Record an event as of ``at``, a ``time.monotonic()``, or of now.
 
-        Args:
-            kind: A Kind.
-            name: Number of its name; see ``name``.
-            number: Its number.
-            value: Its value.
-            at: Its ``time.monotonic()``; now when None.
-
-        Returns:
-            The slot, for ``finish``.
+        ``kind`` is a Kind, whose comment describes the others. Returns the slot, for ``finish``.
         """
         if at is None:
             at = time.monotonic()
@@ -170,9 +161,9 @@ class Recorder:
     def finish(
         self, slot: int, end: float, kind: int, name: int, number: int, began: float
     ) -> None:
-        """Record the end of a call, by the result of ``note`` and its arguments.
+        """Record the end of a call or phase, by the result of ``note`` and its arguments.
 
-        ``end`` is its ``time.monotonic()``, negative for an error. A call whose slot has been
+        ``end`` is its ``time.monotonic()``, negative for an error. One whose slot has been
         overwritten is recorded again.
         """
         if self._last - slot < _LAST_CHANCE:
@@ -187,29 +178,25 @@ class CallLog:
     ``is_serial`` tells whether a call ends before the next one begins.
     """
 
-    def __init__(self, recorder: Recorder, shown: CallRecord | None, *, is_serial: bool) -> None:
+    def __init__(self, recorder: Recorder, shown: CallRecord, *, is_serial: bool) -> None:
         self._recorder, self._shown, self._is_serial = recorder, shown, is_serial
-        self._names: dict[str, tuple[int, bytes]] = {}
-        """Name of a call -> its number in the recorder, and its text on the page."""
+        self._named = functools.cache(lambda name: (recorder.name(name), shown_name(name)))
+        """Returns the number of a call's name in the recorder, and its text on the page."""
 
     def begun(self, name: str, request_id: object, since: float) -> int:
         """Note a begin; returns the slot in the recorder, 0 if only the page shows the call."""
-        found = self._names.get(name)
-        if found is None:
-            found = self._names[name] = self._recorder.name(name), shown_name(name)
-        number, text = found
-        if self._shown is not None:
-            self._shown.begun(text, since)
+        number, text = self._named(name)
+        self._shown.begun(text, since)
         if type(request_id) is int:
             return self._recorder.note(_BEGUN, number, request_id, 0.0, since)
         return 0
 
     def ended(self, slot: int, name: str, request_id: object, since: float) -> None:
         """Note the end of a call; the arguments are the result and those of ``begun``."""
-        if self._is_serial and self._shown is not None:
+        if self._is_serial:
             self._shown.ended()
         if type(request_id) is int:
-            number, _ = self._names[name]
+            number, _ = self._named(name)
             self._recorder.finish(slot, time.monotonic(), _BEGUN, number, request_id, since)
 
 
@@ -223,28 +210,45 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
         content = file.read(FILE_BYTES)
     if len(content) < FILE_BYTES or not content.startswith(_MAGIC):
         return None
-    _, pid, _, _, monotonic, wall, title = _HEADER.unpack_from(content)
-    names = [_text(text) for (text,) in _NAME.iter_unpack(content[_NAMES_AT:_SLOTS_AT])]
+    _, pid, monotonic, wall, title = _HEADER.unpack_from(content)
+    texts = [title, *(name for (name,) in _NAME.iter_unpack(content[_NAMES_AT:_SLOTS_AT]))]
+    title, *names = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
     found = []
     for number, kind, name, event, at, value, again in _SLOT.iter_unpack(content[_SLOTS_AT:]):
-        if not number or number != again or kind not in _KINDS or name >= NUM_NAMES:
+        if not number or number != again or not 0 < kind <= len(Kind) or name >= NUM_NAMES:
             continue
-        last = _ENDS.get(kind)
-        end, value = (value, 0.0) if last is not None else (0.0, value)
-        found.append(Event(int(at * 1e9), Kind(kind), names[name], event, value))
-        if last is not None and end:
-            found.append(Event(int(abs(end) * 1e9), last, names[name], event, float(end > 0)))
+        shown = Event(int(at * 1e9), Kind(kind), names[name], event, value)
+        if kind in _LASTING:
+            end_ns = int(abs(value) * 1e9) or None
+            shown = shown._replace(value=0.0, end_ns=end_ns, ok=value >= 0)
+        found.append(shown)
     found.sort(key=lambda each: each.at_ns)
-    (alive_ns,) = _ALIVE.unpack_from(content, _ALIVE_AT)
-    return Recording(_text(title), pid, wall - monotonic, alive_ns, found)
+    (alive,) = struct.unpack_from("=d", content, _ALIVE_AT)
+    return Recording(title, pid, wall - monotonic, int(alive * 1e9), found)
 
 
-def _text(padded: bytes) -> str:
-    return padded.rstrip(b"\0").decode(errors="replace")
+def is_file_of(worker_id: str, name: str) -> bool:
+    """Return whether a file's name is that of a recording or of the log of a worker."""
+    stem = re.escape(worker_id.replace("/", "-"))
+    return re.fullmatch(rf"{stem}(\.\d+{re.escape(SUFFIX)}|\.log)", name) is not None
 
 
-_KINDS = frozenset(Kind)
-_ENDS = {int(Kind.SENT): Kind.REPLIED, int(Kind.BEGUN): Kind.DONE}
-"""Kind of a slot of a call -> kind of the event at its end."""
+def read_files(log_dir: str, worker_id: str) -> dict[str, bytes]:
+    """Return the newest recordings of a worker of this node and the end of its log by file name.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    paths = [each for each in Path(log_dir).iterdir() if is_file_of(worker_id, each.name)]
+    newest = sorted(paths, key=lambda each: (each.suffix == SUFFIX, -each.stat().st_mtime))
+    found = {}
+    for path in newest[: 1 + _MOST_RECORDINGS]:
+        with os.fdopen(open_regular(path), "rb") as file:
+            limit = FILE_BYTES if path.suffix == SUFFIX else _LOG_BYTES
+            file.seek(max(file.seek(0, os.SEEK_END) - limit, 0))
+            found[path.name] = file.read(limit)
+    return found
+
+
 assert _SLOT.size == 40
 assert _SLOTS_AT % 8 == 0

@@ -25,6 +25,8 @@ _THREAD = re.compile(r"^(?P<holder>Current )?[Tt]hread (0x[0-9a-f]+)(?: \[(.*?)\
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 _PY_SPY_THREAD = re.compile(r'^Thread (?:.*?"(.*)")?')
 _PY_SPY_FRAME = re.compile(r"^    (?P<function>\S.*) \((?P<file>.*):(?P<line>\d+)\)$")
+_SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 3
+"""A real-time signal that neither glibc nor common libraries use."""
 _QUIET_S = 0.1
 _PY_SPY_S = 5.0
 
@@ -36,7 +38,7 @@ def offer_stacks() -> None:
         return
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     # A short write of the kernel appends, so every dump follows the one before.
-    faulthandler.register(_signal_number(), file=fd, all_threads=True, chain=False)
+    faulthandler.register(_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
 def dump_stacks(pid: int, limit_s: float = 1.0) -> list[StackTrace]:
@@ -59,16 +61,15 @@ def dump_stacks(pid: int, limit_s: float = 1.0) -> list[StackTrace]:
     if path is None:
         return []
     with contextlib.suppress(OSError):
-        begin = size = os.stat(path).st_size
-        os.kill(pid, _signal_number())
-        deadline, changed_at = time.monotonic() + limit_s, 0.0
+        begin = before = os.stat(path).st_size
+        os.kill(pid, _SIGNAL)
+        deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
-            now = os.stat(path).st_size
-            if now != size:
-                size, changed_at = now, time.monotonic()
-            elif changed_at and time.monotonic() > changed_at + _QUIET_S:
+            time.sleep(_QUIET_S)
+            size = os.stat(path).st_size
+            if begin < size == before:
                 break
-            time.sleep(0.01)
+            before = size
         with open(path, "rb") as file:
             file.seek(begin)
             return _parse(file.read().decode(errors="replace"), _THREAD, _FRAME)
@@ -89,8 +90,3 @@ def _parse(text: str, thread: re.Pattern[str], frame: re.Pattern[str]) -> list[S
             source = linecache.getline(match["file"], number).strip()[:200]
             shown.insert(0, Frame(match["file"], number, match["function"], source))
     return found
-
-
-def _signal_number() -> int:
-    """A real-time signal that neither glibc nor common libraries use."""
-    return int(signal.SIGRTMAX) - 3

@@ -11,7 +11,6 @@ from helmsman.api.run_state import (
     CollectiveState,
     Frame,
     NcclRank,
-    NodeReport,
     OpenCall,
     ProcessReport,
     RunSnapshot,
@@ -28,11 +27,6 @@ GIB = 1 << 30
 
 
 def report(**fields: Any) -> ProcessReport:
-    node = NodeReport(
-        node="10.0.0.1",
-        memory_available=fields.pop("memory_available", 8 * GIB),
-        disks=fields.pop("disks", {"/dev/shm": (8 * GIB, 16 * GIB)}),
-    )
     defaults: dict[str, Any] = {
         "pid": 1,
         "cpu_s": 1.0,
@@ -40,8 +34,9 @@ def report(**fields: Any) -> ProcessReport:
         "swap_bytes": 0,
         "clock_jump_s": 0.0,
         "stacks": [],
-        "children": [],
-        "node": node,
+        "node": "10.0.0.1",
+        "memory_available": 8 * GIB,
+        "disks": {"/dev/shm": (8 * GIB, 16 * GIB)},
     }
     return ProcessReport(**(defaults | fields))
 
@@ -134,8 +129,7 @@ def test_nodes(fields: dict[str, Any], rule: str, text: str) -> None:
 
 
 def test_disk_of_script_full() -> None:
-    full = report(disks={"/logs": (0, GIB)})
-    full = msgspec.structs.replace(full, node=msgspec.structs.replace(full.node, node=""))
+    full = report(disks={"/logs": (0, GIB)}, node="")
     finding = only(run(worker("a/0"), script=full))
     assert finding.cause == "/logs on the script's node head is full: 0 MiB of 1024 MiB are free."
 

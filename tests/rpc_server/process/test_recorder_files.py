@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from helmsman.errors import UntrustedPathError
-from helmsman.rpc_server._host.files import is_file_of, read_files
-from helmsman.rpc_server._process.recorder import FILE_BYTES
+from helmsman.rpc_server._process.recorder import FILE_BYTES, is_file_of, read_files
 
 
 def test_read_files_are_those_of_the_worker(tmp_path: Path) -> None:
