@@ -19,9 +19,11 @@ CHECK ?=
 PYTEST_ARGS ?=
 # Processes that share the tests, file by file: most of a test's time is spent waiting for processes to start and end.
 TEST_PROCESSES ?= 3
+VLLM_PROCESSES ?= 2
 STAMP_DOCS := .venv/.stamp-docs
 # A process of tests that crashes is not replaced: pytest-xdist would wait forever for the rest of its file.
-PYTEST := $(PY) -m pytest -n $(TEST_PROCESSES) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+BY_FILE := --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+PYTEST := $(PY) -m pytest -n $(TEST_PROCESSES) $(BY_FILE)
 
 # Tried in this order; one that is only a shim for a Python that is not installed does not run, and is passed over.
 PYTHONS := $(strip $(PYTHON) python3.11 python3 python)
@@ -49,7 +51,7 @@ contract: $(if $(RAY),$(STAMP_RAY),$(STAMP)) ## what each scheduler promises, on
 	@$(if $(RAY),$(subst $(PY),$(PY_RAY),$(PYTEST)),$(PYTEST)) tests/contract $(PYTEST_ARGS)
 
 test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
-	@$(PY_VLLM) -m pytest tests/vllm $(PYTEST_ARGS)
+	@$(PY_VLLM) -m pytest -n $(VLLM_PROCESSES) $(BY_FILE) tests/vllm $(PYTEST_ARGS)
 
 soak: $(STAMP) ## 50 rounds of kills on each scheduler, and the other soak tests in full; HELMSMAN_SOAK_SEED=n for other rounds
 	@HELMSMAN_SOAK_ROUNDS=$${HELMSMAN_SOAK_ROUNDS:-50} $(PY) -m pytest tests/hostile/test_kills.py tests/multinode/test_transactions.py tests/controller/bootstrap/test_up.py tests/controller/ray_backend/test_embedded.py tests/controller/generation/test_soak.py tests/controller/rollout/test_soak_on_processes.py tests/controller/operator/test_healthy.py tests/agents/test_exactness.py tests/agents/test_sdks.py $(PYTEST_ARGS)
