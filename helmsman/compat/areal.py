@@ -105,7 +105,7 @@ def _as_job(job: Any, names: Mapping[str, Any]) -> helmsman.Job:
     if kind not in ("separation", "colocation"):
         expected = "expected 'separation' or 'colocation'"
         raise ValueError(f"job {job.role!r}: scheduling_strategy.type is {kind!r}; {expected}")
-    tasks, colocated = list(job.tasks) or [_DEFAULTS], kind == "colocation"
+    tasks, colocated = list(job.tasks or ()) or [_DEFAULTS], kind == "colocation"
     names = {"role": job.role, **names}
     ignored = {
         each.name
@@ -144,7 +144,7 @@ def _as_command(cmd: str | None, names: Mapping[str, Any]) -> str | None:
     if not cmd or "areal.infra.rpc.rpc_server" in cmd:
         return None
     program, *rest = cmd.split(maxsplit=2)
-    if rest[:1] == ["-m"] and program.rpartition("/")[2].startswith("python"):
+    if rest[:1] == ["-m"] and rest[1:] and program.rpartition("/")[2].startswith("python"):
         cmd = rest[1]
     elif program.startswith("python") or "/" in program:
         reason = f"cmd is {cmd!r}; expected 'python -m module arguments'"
@@ -261,10 +261,12 @@ def _areal_errors(worker: str, method: str = "") -> Iterator[None]:
     except (errors.JobError, errors.StartError) as error:
         raise WorkerCreationError(error.role or worker, str(error)) from error
     except (errors.CallError, errors.EngineNotFoundError) as error:
-        if isinstance(error, errors.CallTimeoutError) and not method:
-            raise WorkerTimeoutError(worker, error.limit_s) from error
         if method == "__init__":
             raise EngineCreationError(worker, str(error)) from error
+        if not method and isinstance(error, errors.EngineCreationError):  # of a task's cmd
+            raise WorkerCreationError(worker, str(error)) from error
+        if not method and isinstance(error, errors.CallTimeoutError):
+            raise WorkerTimeoutError(worker, error.limit_s) from error
         raise EngineCallError(worker, method, str(error)) from error
     except errors.HelmsmanError as error:
         raise SchedulerError(str(error)) from error
@@ -327,9 +329,9 @@ class Scheduler(Closing):
         with _areal_errors(role):
             return self.helmsman.fork_workers(role, target_role, command)
 
-    async def set_worker_env(self, worker_id: str, env: Mapping[str, Any]) -> None:
+    async def set_worker_env(self, worker_id: str, env: Mapping[str, Any] | None) -> None:
         """Set environment variables in a worker, before its engines are created."""
-        texts = {name: str(value) for name, value in env.items()}
+        texts = {name: str(value) for name, value in (env or {}).items()}
         with _areal_errors(worker_id, "set_worker_env"):
             await self.helmsman.set_worker_env(worker_id, texts)
 

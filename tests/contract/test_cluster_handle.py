@@ -177,7 +177,7 @@ def test_handle_errors_are_those_of_the_cluster(elsewhere: Elsewhere) -> None:
         elsewhere.call(lambda handle: handle.execute_all_sync("nothing"))
     with pytest.raises(errors.DispatchError, match="keep needs the cluster's own controller"):
         elsewhere.call(lambda handle: handle.method(Member.make).keep(2))
-    with pytest.raises(IndexError, match="rank 9"):
+    with pytest.raises(IndexError, match="rank is 9"):
         elsewhere.call(lambda handle: handle.execute_on([9], "steps"))
     with pytest.raises(ValueError, match="no duplicates"):
         elsewhere.call(lambda handle: handle.execute_on([1, 1], "steps"))

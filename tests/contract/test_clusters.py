@@ -825,7 +825,7 @@ def test_device_mappings_overlap(
     assert "members/5 since " in line and "train/0 since " in line and "infer/0 since " in line
     train.close()
     assert [held.holder for held in resources.holders(5)] == ["members", "infer"]
-    with pytest.raises(IndexError, match="device 8; this ResourceManager holds 8 devices"):
+    with pytest.raises(IndexError, match="device is 8; this ResourceManager holds 8 devices"):
         resources.holders(8)
 
 

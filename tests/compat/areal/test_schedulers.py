@@ -246,6 +246,19 @@ def test_commands_receive_options_of_areal(scheduler: Scheduler) -> None:
     scheduler.delete_workers("gateway")
 
 
+def test_command_that_does_not_start(scheduler: Scheduler) -> None:
+    """AReaL's scripts catch the error of a start, also of a process beside the workers."""
+    spec = SchedulingSpec(cpu=1, cmd="python -m no_such_module")
+    with pytest.raises(areal.WorkerCreationError, match="no_such_module") as caught:
+        scheduler.create_workers(Job("gateway", 1, [spec]))
+    assert caught.value.worker_key == "gateway"
+    scheduler.create_workers(Job("gateway", 1, [SchedulingSpec(cpu=1)]))
+    with pytest.raises(areal.WorkerCreationError, match="no_such_module") as caught:
+        scheduler.fork_workers("beside", "gateway", "no_such_module")
+    assert caught.value.worker_key == "beside"
+    scheduler.delete_workers("gateway")
+
+
 def test_delete_unknown_role_warns(scheduler: Scheduler, caplog: pytest.LogCaptureFixture) -> None:
     scheduler.delete_workers("unknown")
     assert "delete_workers('unknown') has nothing to delete" in caplog.text
@@ -340,5 +353,8 @@ def test_command_gets_options() -> None:
     job = converted(Job("r", 2, [guard, server]))  # type: ignore[arg-type]
     assert (job.tasks[0].cmd or "").startswith("areal.infra.rpc.guard --port")
     assert job.tasks[1].cmd is None, "a worker of Helmsman is one"
-    with pytest.raises(areal.WorkerCreationError, match="expected 'python -m module arguments'"):
-        converted(Job("r", 1, [SchedulingSpec(cmd="python script.py")]))  # type: ignore[arg-type]
+    for cmd in ("python script.py", "python -m"):
+        with pytest.raises(areal.WorkerCreationError, match="expected 'python -m module argum"):
+            converted(Job("r", 1, [SchedulingSpec(cmd=cmd)]))  # type: ignore[arg-type]
+    job = converted(Job("r", 1, None))  # type: ignore[arg-type]
+    assert job.tasks[0].cpu == SchedulingSpec().cpu

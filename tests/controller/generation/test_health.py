@@ -73,9 +73,9 @@ def test_follow_from_death_to_service(events: list[Event]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"probe_every_s": 0.0}, "above 0"),
-        ({"probe_every_s": 11.0}, "in this order"),
-        ({"dead_s": 10.0}, "in this order"),
+        ({"probe_every_s": 0.0}, "expected 0 < probe_every_s"),
+        ({"probe_every_s": 11.0}, "probe_every_s <= suspect_s"),
+        ({"dead_s": 10.0}, "suspect_s < dead_s"),
         ({"max_restarts": -1}, "max_restarts is -1"),
     ],
 )
