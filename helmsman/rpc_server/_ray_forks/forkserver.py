@@ -37,7 +37,10 @@ from typing import Any, NamedTuple
 
 from helmsman.rpc_server._process.environment import preload
 from helmsman.rpc_server._ray_forks.client import FORKED, GREETING
-from helmsman.rpc_server._ray_forks.ray_patches import follow_omp_threads
+from helmsman.rpc_server._ray_forks.ray_patches import (
+    draws_class_ids_from_system,
+    follow_omp_threads,
+)
 
 _REQUEST_BYTES = 1 << 20
 _REAP_AFTER_S = 0.2
@@ -95,7 +98,7 @@ class Order(NamedTuple):
 
 
 class _RayletFirst(importlib.abc.MetaPathFinder):
-    """Delays the first import of Ray, by any module, until the raylet runs.
+    """Delays the first import of Ray until the raylet runs, and patches Ray for forks.
 
     Ray reads its configuration from the environment when its library is loaded. It must contain the
     raylet's pid, without which a worker would outlive the raylet, and a job, without which it
@@ -123,6 +126,10 @@ class _RayletFirst(importlib.abc.MetaPathFinder):
             self.key = key.encode()
             os.environ.clear()
             os.environ.update(environment)
+        if fullname == "ray.actor":
+            return draws_class_ids_from_system(
+                importlib.machinery.PathFinder.find_spec(fullname, path, target)
+            )
         return None
 
 

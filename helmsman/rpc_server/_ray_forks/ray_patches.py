@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from helmsman.rpc_server._process.environment import follow_thread_count
@@ -110,6 +113,26 @@ def only_core_processes() -> contextlib.AbstractContextManager[None]:
 
 def _do_nothing(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> None:
     pass
+
+
+def draws_class_ids_from_system(spec: ModuleSpec | None) -> ModuleSpec | None:
+    """Return the spec of ``ray.actor``, changed to draw the ids of actor classes from the system.
+
+    Ray's library would draw them, for example when a preloaded module defines an actor, and forks
+    would get the state of its generator: all their random ids would be the same. A worker ends if
+    another has the id of its first object, and Ray starts the next one a minute later.
+    """
+    if spec is None or spec.loader is None:
+        return spec
+    execute = spec.loader.exec_module
+
+    def execute_and_patch(module: Any) -> None:
+        execute(module)
+        if (kind := getattr(module, "ActorClassID", None)) is not None:
+            module.ActorClassID = SimpleNamespace(from_random=lambda: kind(os.urandom(kind.size())))
+
+    spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+    return spec
 
 
 def follow_omp_threads() -> None:

@@ -48,7 +48,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A scheduler with an embedded cluster, of a script that ignores SIGHUP, as nohup has it."""
     disposition = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with make_scheduler(
-        "ray", address="local", num_cpus=32, log_dir=tmp_path_factory.mktemp("logs")
+        "ray",
+        address="local",
+        num_cpus=32,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        preload=["torch", "tests.rpc_server.ray_forks.actors"],
     ) as scheduler:
         signal.signal(signal.SIGHUP, disposition)
         yield scheduler
