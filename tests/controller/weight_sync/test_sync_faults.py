@@ -183,6 +183,9 @@ async def _cancelled_push(world: World, sync: WeightSync) -> None:
             lambda: world.scheduler.call_engine(first, "get_version") == version,
             "the first instance is updated",
         )
+        # Its reply has arrived; the tasks that await it are done a few turns of the loop later.
+        for _ in range(8):
+            await world.rollout.async_stats()
         pushing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pushing
