@@ -103,17 +103,19 @@ def script_waits(evidence: Evidence) -> Iterator[Finding]:
     if is_busy or not is_long(age_s, run.longest_idle_s or None):
         return
     earlier = {signature(each) for each in before.stacks}
-    shown = []
+    own: list[str] = []
+    others: list[str] = []  # such as idle threads of pools, which wait in healthy runs, too
     for each in run.script.stacks:
         if each.frames and signature(each) in earlier:
             wait, line = wait_of(each), each.frames[-1].text
-            awaits = each.thread.startswith("task") and "await " in line
-            is_endless = wait.kind != "sleep" if wait is not None else awaits
+            is_task = each.thread.startswith("task")
+            is_endless = wait.kind != "sleep" if wait is not None else is_task and "await " in line
             if is_endless:
-                shown.append(f"{each.thread} {wait.text if wait else 'waits' + at(each)}")
-    if shown:
-        cause = f"The script waits for something outside Helmsman: {shown[0]}. No call or request "
+                text = f"{each.thread} {wait.text if wait else 'waits' + at(each)}"
+                (own if is_task or each.thread == "main" else others).append(text)
+    if own:
+        cause = f"The script waits for something outside Helmsman: {own[0]}. No call or request "
         cause += "is open."
         step = "Give the wait a timeout; helmsman stacks RUN script shows all threads."
-        shown = [*shown[1:8], f"no call has begun or ended for {seconds(age_s)}"]
+        shown = [*[*own[1:], *others][:7], f"no call has begun or ended for {seconds(age_s)}"]
         yield Finding("script waits", "script", cause, step, [], shown, age_s)

@@ -128,6 +128,37 @@ def test_nodes(fields: dict[str, Any], rule: str, text: str) -> None:
     assert finding.next_step
 
 
+SLEEPS = StackTrace(
+    thread="main", frames=[Frame("/home/me/train.py", 91, "main", "time.sleep(20)")]
+)
+RECEIVES = StackTrace(
+    thread="main", frames=[Frame("/home/me/train.py", 92, "main", "judge.recv(1)")]
+)
+IDLE_THREAD = StackTrace(
+    thread="asyncio_0",
+    frames=[
+        Frame("/usr/lib/python3.11/concurrent/futures/thread.py", 81, "_worker", "queue.get()")
+    ],
+)
+
+
+def test_script_sleeps_beside_idle_threads() -> None:
+    """Helmsman's loop starts such a thread when a worker's answer is late."""
+    script = report(stacks=[SLEEPS, IDLE_THREAD])
+    assert diagnosed(run(worker("a/0"), script=script, idle_s=60.0)).findings == []
+
+
+def test_script_waits_beside_idle_threads() -> None:
+    script = report(stacks=[RECEIVES, IDLE_THREAD])
+    finding = only(run(worker("a/0"), script=script, idle_s=60.0))
+    assert (finding.rule, finding.since_s) == ("script waits", 60.0)
+    assert finding.cause == (
+        "The script waits for something outside Helmsman: main waits for a network peer at "
+        "train.py:92 (judge.recv(1)). No call or request is open."
+    )
+    assert finding.evidence[0].startswith("asyncio_0 waits for a message")
+
+
 def test_disk_of_script_full() -> None:
     full = report(disks={"/logs": (0, GIB)}, node="")
     finding = only(run(worker("a/0"), script=full))
