@@ -293,9 +293,9 @@ def _spec_of(
     named = {each.name for each in parameters}
     if unknown := [each for each in shard or () if each not in named]:
         raise refuse(
-            f"shard names {', '.join(map(repr, unknown))}; its parameters are "
+            f"shard contains {', '.join(map(repr, unknown))}, but the method's parameters are "
             f"{', '.join(map(repr, sorted(named))) or 'none'}",
-            "Name parameters of the method",
+            "Give names of parameters in shard",
         )
     return MethodSpec(
         name=function.__name__,

@@ -351,7 +351,8 @@ class ServerEngine(InferenceEngine):
                         chunk.sample for chunk in chunks if not 0 <= chunk.sample < len(counts)
                     ]:
                         raise ValueError(
-                            f"it is of sample {unknown[0]}, but {len(counts)} were requested"
+                            f"it is for sample {unknown[0]}, but the request was for "
+                            f"{len(counts)}, counted from 0"
                         )
                 except ValueError as error:
                     await client.refuse(

@@ -1,4 +1,4 @@
-"""Mesh of a training job: replicas x shards x tensor-parallel ranks, and the ranks' groups.
+"""Mesh of a training job, and the process groups of its ranks.
 
 Ranks are numbered with tensor parallelism innermost, then context parallelism, then data
 parallelism, so that the ranks that communicate most are neighbours:
@@ -7,8 +7,8 @@ parallelism, so that the ranks that communicate most are neighbours:
         context_rank + context_parallel_size * data_parallel_rank
     )
 
-Parameters are sharded over data-parallel and context-parallel ranks alike, since each of these
-processes different tokens.
+Data-parallel and context-parallel ranks process different tokens. Together they form the replicas
+and shards of FSDP: each replica has all parameters, sharded over its ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks that weights fit a model, before any of them is loaded.
 
 vLLM's own parameters have other names (fused projections) and shapes (a rank's shard), and its
-loader fails half-way. So names and shapes are compared with those of the Hugging Face model, which
-a trainer has, or of the folder's files.
+loader fails half-way. So names and shapes are compared with those of the model in Hugging Face's
+form. They come from the configuration in the model's folder, or from the weight files there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes on the other nodes of a worker's instance: Ray actors in its placement group."""
+"""Processes of an instance that spans nodes: one Ray actor on each node but the worker's own."""
 
 from __future__ import annotations
 

@@ -518,7 +518,7 @@ def test_register_modes_that_go_together(mode: Any, execute: Execute) -> None:
         ),
         (
             {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "shard": ("w",)},
-            "shard names 'w'; its parameters are 'more', 'rest', 'x'",
+            "shard contains 'w', but the method's parameters are 'more', 'rest', 'x'",
         ),
         (
             {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "remainder": "drop"},
