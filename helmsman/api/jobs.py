@@ -190,7 +190,8 @@ def _as_number(value: Any) -> Any:
     """Convert a NumPy number to a Python number."""
     if hasattr(value, "item"):
         return value.item()
-    raise NotImplementedError(f"Expected plain values, got `{type(value).__name__}`")
+    expected = "None, a bool, number or text, or a list or dict of these"
+    raise NotImplementedError(f"Expected {expected}, got `{type(value).__name__}`")
 
 
 def _at(job: Job, path: str) -> Any:

@@ -133,6 +133,6 @@ class VLLMConfig(
             )
         if self.adapter and self.adapter not in self.adapters:
             raise ValueError(
-                f"adapter is {self.adapter!r}; expected one of adapters: "
-                f"{', '.join(self.adapters) or 'none'}"
+                f"adapter is {self.adapter!r}; expected a name in adapters, which "
+                f"{'has ' + ', '.join(self.adapters) if self.adapters else 'is empty'}"
             )

@@ -134,7 +134,7 @@ def test_cluster_rollout_refuses(cluster: Cluster[Generator], resources: Resourc
         ):
             with pytest.raises(
                 errors.InvalidSpecError,
-                match=f"workers of Cluster '{cluster.name}', whose number its configuration fixes",
+                match=f"configuration of Cluster '{cluster.name}' fixes the number of its workers",
             ):
                 resize()
     wrong: Any = {"role": "a"}

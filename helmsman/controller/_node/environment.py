@@ -1,8 +1,9 @@
 """A worker's environment as a pure function of the driver's.
 
-A forked worker inherits every variable, and a cluster worker none. Both are wrong: the driver's
-device mask, rank or address causes a hang in another process, and without forwarding NCCL_DEBUG has
-no effect. The lists below decide, and ``SchedulingSpec.env_vars`` overrides them.
+A forked worker inherits every variable, and a cluster worker none. Both are wrong. With the
+driver's device mask, rank or address another process can hang. Without the driver's NCCL_DEBUG, a
+user who has set it sees no effect. The lists below decide, and ``SchedulingSpec.env_vars``
+overrides them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Ray of this process: calls that fail as soon as it is lost, and shutdown in bounded time."""
+"""This process's connection to Ray: calls that fail when it is lost, and a bounded shutdown."""
 
 from __future__ import annotations
 

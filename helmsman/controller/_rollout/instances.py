@@ -147,8 +147,8 @@ class Instances(RoleController):
                 role=self.role,
                 field=field,
                 value=value,
-                expected=f"the workers of Cluster {self.role!r}, whose number its configuration "
-                "fixes; drain or sleep(worker_ids=...) takes some out of service",
+                expected=f"no change, since the configuration of Cluster {self.role!r} fixes the "
+                "number of its workers; drain or sleep(worker_ids=...) takes some out of service",
             )
 
     async def look(self) -> None:

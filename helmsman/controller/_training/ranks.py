@@ -333,7 +333,7 @@ class Ranks:
         if not isinstance(handle, ResultHandle):
             raise HelmsmanError(
                 f"{self.workers[0].id}: export_weights returned {type(handle).__name__} on rank "
-                "0, not the parameters.",
+                "0; expected a dict of parameter names to tensors.",
                 role=self.role,
             )
         return handle

@@ -1,1 +1,1 @@
-"""The worker as an operating-system process: guardian, ports, environment, pulse, files."""
+"""The worker as an operating-system process: end with the driver, ports, heartbeats, files."""

@@ -1,8 +1,9 @@
 """Helper process that stops and continues a worker, to inject a fault.
 
-Usage: ``pause_helper.py PID FACTOR SECONDS``. It writes a byte when it is ready, and begins when it
-reads one. It ends at another byte, after SECONDS, or with the worker. It never leaves a living
-worker stopped. Standard library only.
+Usage: ``pause_helper.py PID FACTOR SECONDS``. The worker runs for 1/FACTOR of the time; ``inf``
+stops it. The helper writes a byte to stdout when it is ready, and begins when it reads one from
+stdin. It ends at another byte, after SECONDS, or with the worker. It never leaves a living worker
+stopped. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Observer process: reports a Ray worker's heartbeat page to a driver on another machine.
+"""Observer process: reads a Ray worker's heartbeats in shared memory for a driver elsewhere.
 
 It runs on the worker's machine and exits with the worker.
 """

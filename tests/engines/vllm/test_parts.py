@@ -108,7 +108,7 @@ def test_vllm_engine_version_of_vllm(
         ),
         (
             {"max_lora_rank": 8, "adapters": {"a": "there"}, "adapter": "b"},
-            "adapter is 'b'; expected one of adapters: a",
+            "adapter is 'b'; expected a name in adapters, which has a",
         ),
     ],
 )
