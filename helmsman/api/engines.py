@@ -203,10 +203,10 @@ class TrainEngine(abc.ABC):
             "export_weights"
         )
 
-    def open_weight_seat(self) -> str:
+    def open_weight_socket(self) -> str:
         """Listen for processes on this rank's device; returns the address, for a DeviceTarget."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no open_weight_seat; use another transport than ViaDevice"
+            f"{type(self).__name__} has no open_weight_socket; use another transport than ViaDevice"
         )
 
     async def leave_out_receiver(self, target: CollectiveTarget | DeviceTarget) -> None:  # noqa: B027 - engines may do without

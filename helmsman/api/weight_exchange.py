@@ -74,7 +74,7 @@ class WeightSource(WeightPeer, Protocol):
     async def open_store(self, timeout: float | None) -> int:
         """Open a store on rank 0, through which a group's members connect; returns its port."""
 
-    async def open_seats(self, timeout: float | None) -> list[str]:
+    async def open_sockets(self, timeout: float | None) -> list[str]:
         """Have every rank listen for processes on its device; returns the addresses in order."""
 
     async def leave_out(self, target: CollectiveTarget | DeviceTarget) -> None:

@@ -105,12 +105,12 @@ class DeviceTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Expected weight version; see MemoryTarget."""
     key: str
     """Secret of this sync, which receivers must have."""
-    seats: tuple[str, ...]
-    """Addresses of TrainEngine.open_weight_seat: of all trainer ranks in order, or, for an
+    sockets: tuple[str, ...]
+    """Addresses of TrainEngine.open_weight_socket: of all trainer ranks in order, or, for an
     instance, those of the ranks on its devices in order.
     """
     receivers: tuple[tuple[str, ...], ...] = ()
-    """Instances that connect to each seat of the trainer."""
+    """Instances that connect to each socket of the trainer."""
     receiver: str = ""
     """Id of the instance; '' for the trainer."""
     timeout_s: float

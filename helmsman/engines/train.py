@@ -260,7 +260,7 @@ class FSDPTrainEngine(TrainEngine):
         if self.config.frozen:
             raise RuntimeError(
                 "this train engine is frozen (TrainConfig.frozen): it takes no steps and has no "
-                "optimizer to save or to load. To change its weights, build it again with their "
+                "optimizer to save or to load. For other weights, build a new engine with their "
                 "folder as its model"
             )
 
@@ -525,14 +525,14 @@ class FSDPTrainEngine(TrainEngine):
         """
         return self._weight_group.open_store(address)
 
-    def open_weight_seat(self) -> str:
+    def open_weight_socket(self) -> str:
         """Listen for the processes on this rank's device, for the next publish_weights.
 
         Returns:
             The address, for a DeviceTarget.
         """
         self._built_model(may_sleep=True)
-        return self._weight_group.open_seat()
+        return self._weight_group.open_socket()
 
     async def leave_out_receiver(self, target: CollectiveTarget | DeviceTarget) -> None:
         """Stop waiting in publish_weights for a receiver that no longer takes part."""
@@ -576,7 +576,7 @@ class FSDPTrainEngine(TrainEngine):
                 in_files=self._in_files,
             )
         finally:
-            self._weight_group.close_seat()
+            self._weight_group.close_socket()
 
     def save(self, path: str) -> None:
         """Write a checkpoint to ``path``, all or nothing. A collective.

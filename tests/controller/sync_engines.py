@@ -48,10 +48,10 @@ class Trainer(FSDPTrainEngine):
         }
 
 
-class Seatless(Trainer):
+class Socketless(Trainer):
     """An engine that shares no memory of its device."""
 
-    open_weight_seat = TrainEngine.open_weight_seat
+    open_weight_socket = TrainEngine.open_weight_socket
 
 
 class Marked(Trainer):

@@ -68,7 +68,7 @@ def read(weights: Weights, group: WeightGroup) -> dict[str, torch.Tensor]:
     return found
 
 
-def seats(
+def sockets(
     num_receivers: int, timeout_s: float = 60.0
 ) -> tuple[list[WeightGroup], list[DeviceTarget]]:
     """Of a trainer of one rank, which comes first, and its receivers."""
@@ -77,7 +77,7 @@ def seats(
     place = DeviceTarget(
         version=1,
         key="secret",
-        seats=(groups[0].open_seat(),),
+        sockets=(groups[0].open_socket(),),
         receivers=(names,),
         timeout_s=timeout_s,
     )
@@ -112,7 +112,7 @@ def test_incoming_every_dtype_and_bucket_size(way: str, bucket_bytes: int, tmp_p
         if way == "collective":
             groups, places = members(3)
         else:
-            groups, places = seats(2)
+            groups, places = sockets(2)
         pairs: list[tuple[Any, WeightGroup]] = [*zip(places[1:], groups[1:], strict=True)]
         with concurrent.futures.ThreadPoolExecutor() as threads:
             reading = [threads.submit(read, place, group) for place, group in pairs]

@@ -83,15 +83,15 @@ async def test_ranks_update_weights_by_broadcast(served: Served) -> None:
     await require_the_trainers(served, "two ranks, after broadcasts that did not fit")
 
 
-@pytest.mark.parametrize("num_seats", [2, 1], ids=["a seat for each", "passed on by the first"])
-async def test_ranks_update_weights_by_device(served: Served, num_seats: int) -> None:
+@pytest.mark.parametrize("num_sockets", [2, 1], ids=["a socket for each", "passed on by the first"])
+async def test_ranks_update_weights_by_device(served: Served, num_sockets: int) -> None:
     version = served.engine.get_version() + 1
-    model = model_of(QWEN2_TIED, seed=10 + num_seats)
-    await hand_over(served, model, version, weights_of(model), num_seats)
-    await require_the_trainers(served, f"two ranks, {num_seats} seats")
+    model = model_of(QWEN2_TIED, seed=10 + num_sockets)
+    await hand_over(served, model, version, weights_of(model), num_sockets)
+    await require_the_trainers(served, f"two ranks, {num_sockets} sockets")
     wrong = {k: each for k, each in weights_of(model).items() if k != "model.norm.weight"}
     with pytest.raises(ValueError, match="1 missing: model.norm.weight"):
-        await hand_over(served, model, version + 1, wrong, num_seats)
+        await hand_over(served, model, version + 1, wrong, num_sockets)
     await require_the_trainers(served, "two ranks, after buffers that did not fit")
 
 

@@ -218,16 +218,16 @@ async def _broadcast_by(
 
 
 async def hand_over(
-    served: Served, model: Any, version: int, tensors: dict[str, torch.Tensor], num_seats: int
+    served: Served, model: Any, version: int, tensors: dict[str, torch.Tensor], num_sockets: int
 ) -> None:
-    """Bring tensors as trainer ranks do that have a seat each, all of them in this process."""
+    """Bring tensors as trainer ranks do that have a socket each, all of them in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    groups = [WeightGroup(torch.device("cpu")) for _ in range(num_seats)]
+    groups = [WeightGroup(torch.device("cpu")) for _ in range(num_sockets)]
     place = DeviceTarget(
         version=version,
         key="secret",
-        seats=tuple(group.open_seat() for group in groups),
-        receivers=(("instance",),) * num_seats,
+        sockets=tuple(group.open_socket() for group in groups),
+        receivers=(("instance",),) * num_sockets,
         timeout_s=WAIT_S,
     )
     form = WeightFormat(bucket_bytes=150_000, checksum=True)

@@ -1,1 +1,1 @@
-"""`helmsman up`: starts a Ray cluster with the first node and stops it after the program."""
+"""`helmsman up`: runs on each node, starts a Ray cluster of them, and the script on the first."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a run, by a process of their own, so that a scrape costs the script little.
+"""Serves a run's Prometheus metrics from a separate process: a scrape costs the script little.
 
 Each scrape takes one snapshot. Names follow the Prometheus conventions: base units, `_total` for
 counters.

@@ -122,7 +122,7 @@ def _mapped(job: Job, target: Sequence[PlannedWorker], index: int) -> Share:
             f"{device} on {target[rank].node}"
             for device, (rank, _) in zip(wanted, chosen, strict=True)
         )
-        raise _invalid(job, field, list(wanted), f"devices of one node; these are {nodes}")
+        raise _invalid(job, field, list(wanted), f"devices of one node; device {nodes}")
     known = all(target[rank].devices for rank, _ in chosen)
     devices = tuple(target[rank].devices[position] for rank, position in chosen) if known else ()
     return _share(

@@ -307,7 +307,7 @@ async def devices_of(slot: BundleSlot) -> list[Granted]:
         granted: list[Granted] = await answered(asyncio.gather(*asked))
     except ray.exceptions.RayError as error:
         raise TransportLostError(
-            f"the devices of its placement group could not be read: {error}"
+            f"Ray did not report the devices that a placement group was granted: {error}"
         ) from error
     return granted
 

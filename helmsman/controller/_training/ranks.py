@@ -267,7 +267,8 @@ class Ranks:
                     f"{self.workers[head * self._size].id}: forward returned {len(returned)} "
                     f"results for {len(share)} "
                     "samples; the engine's data-parallel layout differs from the controller's "
-                    f"({len(shares)} data-parallel ranks of {self._size}).",
+                    f"({len(shares)} data-parallel ranks of {self._size} workers each). Give both "
+                    "the same parallel sizes.",
                     role=self.role,
                 )
             for index, result in zip(share, returned, strict=True):
@@ -367,8 +368,8 @@ class Ranks:
         (port,) = await self.call("open_weight_store", {root.id: Call((root.ip,))}, timeout)
         return int(port)
 
-    async def open_seats(self, timeout: float | None) -> list[str]:
-        addresses: list[str] = await self.replicated("open_weight_seat", timeout=timeout)
+    async def open_sockets(self, timeout: float | None) -> list[str]:
+        addresses: list[str] = await self.replicated("open_weight_socket", timeout=timeout)
         return addresses
 
     async def leave_out(self, target: CollectiveTarget | DeviceTarget) -> None:

@@ -95,21 +95,24 @@ class ViaDevice(WeightTransport):
 
     async def _hand_over(self, push: Push, ranks: Mapping[str, Sequence[int]]) -> Transferred:
         source, sink = push.source, push.sink
-        seats = await source.open_seats(push.left_s)
-        receivers: list[list[str]] = [[] for _ in seats]
+        sockets = await source.open_sockets(push.left_s)
+        receivers: list[list[str]] = [[] for _ in sockets]
         for id_, its_ranks in ranks.items():
             for rank in its_ranks:
                 receivers[rank].append(id_)
         place = DeviceTarget(
             version=push.version,
             key=uuid.uuid4().hex,
-            seats=tuple(seats),
+            sockets=tuple(sockets),
             receivers=tuple(map(tuple, receivers)),
             timeout_s=max(0.1, min(self._timeout_s, push.left_s)),
         )
         weights = {
             id_: msgspec.structs.replace(
-                place, seats=tuple(seats[rank] for rank in its_ranks), receivers=(), receiver=id_
+                place,
+                sockets=tuple(sockets[rank] for rank in its_ranks),
+                receivers=(),
+                receiver=id_,
             )
             for id_, its_ranks in ranks.items()
         }

@@ -70,7 +70,7 @@ class VLLMWorkerExtension:
         """Load all weights from a trainer's broadcasts, or from buffers on this rank's device.
 
         The first rank is a member of the weight-sync group and passes the weights on to the other
-        ranks of this instance. With a seat for each rank, each one connects to its own. ``place``
+        ranks of this instance. With a socket for each rank, each one connects to its own. ``place``
         is a CollectiveTarget or a DeviceTarget and ``forms`` are Expected, as plain types.
         """
         found: CollectiveTarget | DeviceTarget = msgspec.convert(
@@ -130,13 +130,13 @@ class _Loading:
         world = get_world_group()
         within = _InstanceGroup(world, self._worker.device)
         is_alone = world.world_size == 1
-        if isinstance(place, DeviceTarget) and len(place.seats) > 1:
-            if len(place.seats) != world.world_size:
+        if isinstance(place, DeviceTarget) and len(place.sockets) > 1:
+            if len(place.sockets) != world.world_size:
                 raise DeviceSharingError(
-                    f"the instance has {world.world_size} ranks on {len(place.seats)} devices; "
+                    f"the instance has {world.world_size} ranks on {len(place.sockets)} devices; "
                     "expected one device per rank"
                 )
-            place = msgspec.structs.replace(place, seats=(place.seats[world.rank_in_group],))
+            place = msgspec.structs.replace(place, sockets=(place.sockets[world.rank_in_group],))
             is_alone = True
         if not is_alone and world.rank_in_group > 0:
             with incoming(place, within) as arriving:

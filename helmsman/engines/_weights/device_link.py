@@ -1,7 +1,7 @@
 """Weights from a trainer rank to the processes on its device, through two shared buffers.
 
     trainer rank                              rollout process on the same device
-      listens at its seat      <-- hello -----  connects
+      listens at its socket    <-- hello -----  connects
       makes two buffers        --- handles -->  maps them
       fills buffer 0           --- filled --->  loads it
       fills buffer 1               <-- ack ---  has loaded buffer 0
@@ -9,7 +9,7 @@
       waits                     <- closes ----  has unmapped both
 
 Only handles and headers pass through the socket. Each end detects the death of the other by the end
-of the connection. A seat accepts processes of this user that have the key of the sync.
+of the connection. The trainer accepts processes of this user that have the key of the sync.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _Message: TypeAlias = _Handles | _Header | _Filled
 _ACK = b"loaded"
 
 
-class Seat:
+class WeightSocket:
     """Socket on which a trainer rank accepts the processes on its device, for one sync."""
 
     def __init__(self) -> None:
@@ -71,9 +71,9 @@ class Seat:
         self._socket.bind(f"\0{self.address}")
         self._socket.listen()
 
-    def meet(self, place: DeviceTarget) -> dict[str, Connection]:
-        """Wait until every receiver of this seat has connected, is absent or is late."""
-        expected = set(place.receivers[place.seats.index(self.address)])
+    def accept_receivers(self, place: DeviceTarget) -> dict[str, Connection]:
+        """Wait until every receiver of this socket has connected, is absent or is late."""
+        expected = set(place.receivers[place.sockets.index(self.address)])
         deadline = time.monotonic() + place.timeout_s
         links: dict[str, Connection] = {}
         while expected:
@@ -105,8 +105,8 @@ class Seat:
         self._socket.close()
 
 
-def sit_down(place: DeviceTarget, seat: str, *, is_absent: bool = False) -> Connection:
-    """Connect to a seat as a receiver, or on behalf of one that is absent.
+def connect_to(place: DeviceTarget, address: str, *, is_absent: bool = False) -> Connection:
+    """Connect to a socket as a receiver, or on behalf of one that is absent.
 
     Raises:
         ConnectionError: The trainer rank does not listen there (any more).
@@ -114,7 +114,7 @@ def sit_down(place: DeviceTarget, seat: str, *, is_absent: bool = False) -> Conn
     peer = socket.socket(socket.AF_UNIX)
     peer.settimeout(place.timeout_s)
     try:
-        peer.connect(f"\0{seat}")
+        peer.connect(f"\0{address}")
         if not _is_own(peer):
             raise ConnectionError("another user listens there")
         # A sender may wait for another receiver until its own limit.
@@ -146,7 +146,7 @@ def _link(peer: socket.socket, timeout_s: float) -> Connection:
 
 
 class DeviceSender:
-    """A trainer rank's end: fills buffers for all receivers at its seat.
+    """A trainer rank's end: fills buffers for all receivers at its socket.
 
     A receiver that has exited, has failed or is late is skipped from then on. This is only logged,
     because its instance reports the failure.
@@ -237,7 +237,7 @@ class DeviceReceiver:
     """A receiver's end: yields the headers and buffers of the trainer rank on its device.
 
     Args:
-        place: The target; its first seat is the address.
+        place: The target; its first socket is the address.
         device: Device of this process.
 
     Raises:
@@ -248,7 +248,7 @@ class DeviceReceiver:
         self._device, self._timeout_s = device, 2 * place.timeout_s
         self._pair: list[torch.Tensor] = []
         self._is_loading = False
-        self._link = sit_down(place, place.seats[0])
+        self._link = connect_to(place, place.sockets[0])
 
     def receive_header(self) -> bytes:
         """Return the next header. Buffers that were returned before become invalid.

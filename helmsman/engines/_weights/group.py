@@ -14,7 +14,12 @@ import torch.distributed as dist
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import CollectiveTarget, DeviceTarget
 from helmsman.engines._weights.broadcast_group import BroadcastGroup
-from helmsman.engines._weights.device_link import DeviceReceiver, DeviceSender, Seat, sit_down
+from helmsman.engines._weights.device_link import (
+    DeviceReceiver,
+    DeviceSender,
+    WeightSocket,
+    connect_to,
+)
 
 _POLL_S = 0.005
 _CONNECT_S = 20.0
@@ -56,7 +61,7 @@ class Arriving(Protocol):
 class WeightGroup:
     """Membership of this process in a weight-sync group.
 
-    On rank 0 it also holds the store where members meet, and on any rank the seat where processes
+    On rank 0 it also holds the store where members meet, and on any rank the socket where processes
     on its device connect. Tensors are on ``device``.
     """
 
@@ -71,16 +76,16 @@ class WeightGroup:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._finish: Callable[[], None] | None = None
         """Waits for the broadcast in progress."""
-        self._seat: Seat | None = None
+        self._socket: WeightSocket | None = None
 
-    def open_seat(self) -> str:
+    def open_socket(self) -> str:
         """Listen for the processes on this rank's device, for the next sync; return the address."""
-        self.close_seat()
-        self._seat = Seat()
-        return self._seat.address
+        self.close_socket()
+        self._socket = WeightSocket()
+        return self._socket.address
 
     def leave_out(self, place: CollectiveTarget | DeviceTarget) -> None:
-        """Report that a receiver no longer takes part, at this rank's seat or by leaving its group.
+        """Report that a receiver takes no part any more, at the socket or by leaving the group.
 
         From any thread.
         """
@@ -88,22 +93,22 @@ class WeightGroup:
             self._given_up = place.group_id
             if self._group_id == place.group_id:
                 self.leave()
-        elif (seat := self._seat) is not None:
+        elif (socket := self._socket) is not None:
             with contextlib.suppress(ConnectionError):  # the sync is over
-                sit_down(place, seat.address, is_absent=True).close()
+                connect_to(place, socket.address, is_absent=True).close()
 
-    def close_seat(self) -> None:
+    def close_socket(self) -> None:
         """Stop listening, which ends the wait of processes that have connected. Idempotent."""
-        seat, self._seat = self._seat, None
-        if seat is not None:
-            seat.close()
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close()
 
     def serves(self, place: DeviceTarget) -> bool:
         """Whether receivers connect to this rank."""
-        seat = self._seat
-        return seat is not None and any(
-            receivers and address == seat.address
-            for address, receivers in zip(place.seats, place.receivers, strict=True)
+        socket = self._socket
+        return socket is not None and any(
+            receivers and address == socket.address
+            for address, receivers in zip(place.sockets, place.receivers, strict=True)
         )
 
     def sending(self, place: CollectiveTarget | DeviceTarget, num_bytes: int) -> Outgoing:
@@ -121,16 +126,16 @@ class WeightGroup:
             self.join(place)
             return self
         try:
-            links = self._seat.meet(place) if self._seat is not None else {}
+            links = self._socket.accept_receivers(place) if self._socket is not None else {}
         finally:
-            self.close_seat()
+            self.close_socket()
         return DeviceSender(links, self.device, num_bytes, place.timeout_s)
 
     def receiving(self, place: CollectiveTarget | DeviceTarget) -> Arriving:
         """Meet the sender.
 
         Raises:
-            ConnectionError: Members of the group are late, or no trainer rank listens at the seat.
+            ConnectionError: Members of the group are late, or no trainer rank listens.
         """
         if isinstance(place, CollectiveTarget):
             self.join(place)
@@ -295,5 +300,5 @@ class WeightGroup:
 
     def close(self) -> None:
         self.leave()
-        self.close_seat()
+        self.close_socket()
         self._store = None

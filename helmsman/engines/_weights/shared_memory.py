@@ -1,4 +1,4 @@
-"""Buffers that another process of this user on this machine maps: on the host or on a device."""
+"""Buffers in host or device memory that processes of one user share on one machine."""
 
 from __future__ import annotations
 

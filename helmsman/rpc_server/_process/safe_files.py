@@ -4,8 +4,8 @@ Three rules, each checked on a descriptor that stays open, so that nothing can b
 between:
 
 - Below a world-writable directory, symbolic links and existing files must belong to this user or
-  root. Directories must, too, where the sticky bit separates users, as in /tmp. Elsewhere the
-  directory's owner is responsible for its entries.
+  root. So must directories, if the world-writable one has the sticky bit, as /tmp has. Without that
+  bit, anyone may replace its directories, so their owners are not checked.
 - Helmsman's own directories are real ones of this user with mode 0700.
 - Files are regular ones, and no symbolic link in their place is ever followed.
 """

@@ -3,7 +3,7 @@
 It requests the worker from the fork server. It imports only built-in modules, so it starts in a few
 milliseconds. It passes its arguments, environment, folder and standard streams to the fork server,
 and lives as long as the worker: if the raylet kills it, the worker ends, too. If the fork server
-refuses, or does not run, it becomes the process that Ray would have started.
+refuses, or does not run, this process becomes the worker that Ray would have started.
 """
 
 import _socket

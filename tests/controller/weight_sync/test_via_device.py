@@ -300,12 +300,12 @@ def test_roles_on_other_devices(scheduler: Scheduler) -> None:
 def test_memory_that_cannot_be_shared(
     scheduler: Scheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of an engine without seats."""
-    with World(scheduler, 1, 1, "-unable", trainer="Seatless", **ON_DEVICE) as world:
+    """Of an engine without sockets."""
+    with World(scheduler, 1, 1, "-unable", trainer="Socketless", **ON_DEVICE) as world:
         sync = world.sync()
         for _ in range(2):
             world.step()
             assert sync.push().updated == world.ids
             assert not any(world.differing().values())
-        told = "to role rollout-unable by ViaMemory: .*Seatless has no open_weight_seat"
+        told = "to role rollout-unable by ViaMemory: .*Socketless has no open_weight_socket"
         assert len(re.findall(told, caplog.text)) == 1

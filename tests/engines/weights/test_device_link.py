@@ -17,12 +17,12 @@ import torch
 
 from helmsman.api.weights import DeviceTarget, WeightFormat
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
-from helmsman.engines._weights.device_link import sit_down
+from helmsman.engines._weights.device_link import connect_to
 from helmsman.engines._weights.gathering import gather
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.shared_memory import DeviceSharingError, open_buffer
 from helmsman.engines.weight_transfer import incoming, publish
-from tests.engines.test_weight_transfer import CPU, members, read, seats
+from tests.engines.test_weight_transfer import CPU, members, read, sockets
 
 SIZE = 1 << 20
 TENSORS = {f"w{index}": torch.full((SIZE // 4,), float(index)) for index in range(8)}
@@ -99,7 +99,7 @@ def send(
     try:
         return publish(tensors, target, form, group=group, **options)
     finally:
-        group.close_seat()
+        group.close_socket()
 
 
 def require_all(found: Mapping[str, torch.Tensor]) -> None:
@@ -109,7 +109,7 @@ def require_all(found: Mapping[str, torch.Tensor]) -> None:
 
 def test_sender_fills_one_buffer_while_the_other_is_loaded() -> None:
     """It never has more than two, of the size of a bucket."""
-    groups, (place, own) = seats(1)
+    groups, (place, own) = sockets(1)
     gathering = Gathering()
 
     def load() -> None:
@@ -155,7 +155,7 @@ def test_broadcast_goes_on_while_the_next_bucket_is_gathered() -> None:
 
 
 def test_receiver_that_fails_does_not_stop_the_others() -> None:
-    groups, (place, *own) = seats(2)
+    groups, (place, *own) = sockets(2)
 
     def fail() -> None:
         with incoming(own[0], groups[1]) as arriving:
@@ -171,7 +171,7 @@ def test_receiver_that_fails_does_not_stop_the_others() -> None:
 
 
 def test_receiver_left_out_is_not_awaited() -> None:
-    groups, (place, *own) = seats(2)
+    groups, (place, *own) = sockets(2)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         reading = threads.submit(read, own[1], groups[2])
         groups[0].leave_out(own[0])
@@ -181,7 +181,7 @@ def test_receiver_left_out_is_not_awaited() -> None:
 
 
 def test_receiver_late_is_left_out() -> None:
-    groups, (place, *own) = seats(2, timeout_s=2.0)
+    groups, (place, *own) = sockets(2, timeout_s=2.0)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         reading = threads.submit(read, own[1], groups[2])
         send(place, groups[0])
@@ -192,10 +192,10 @@ def test_receiver_late_is_left_out() -> None:
 
 @pytest.mark.parametrize("change", [{"key": "another"}, {"receiver": "rollout/9"}])
 def test_seat_refuses_others(change: dict[str, str]) -> None:
-    groups, (place, own) = seats(1)
+    groups, (place, own) = sockets(1)
     other = msgspec.structs.replace(own, **change)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        refused = sit_down(other, place.seats[0])
+        refused = connect_to(other, place.sockets[0])
         reading = threads.submit(read, own, groups[1])
         send(place, groups[0])
         require_all(reading.result(60))
@@ -209,7 +209,7 @@ def test_sender_that_gives_up_reports_why() -> None:
         ({"version": 2}, "could not send its weights: ValueError: .*weight version 2"),
         ({"gather": Gathering(fails_at=4)}, "could not send its weights: RuntimeError: a rank"),
     ):
-        groups, (place, own) = seats(1)
+        groups, (place, own) = sockets(1)
         with concurrent.futures.ThreadPoolExecutor() as threads:
             reading = threads.submit(read, own, groups[1])
             with pytest.raises((ValueError, RuntimeError)):
@@ -220,9 +220,9 @@ def test_sender_that_gives_up_reports_why() -> None:
 
 def test_sender_that_ends_is_detected() -> None:
     """Also before it has met its receivers."""
-    groups, (_, own) = seats(1, timeout_s=600.0)
+    groups, (_, own) = sockets(1, timeout_s=600.0)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        link = sit_down(own, own.seats[0])
+        link = connect_to(own, own.sockets[0])
         reading = threads.submit(read, own, groups[1])
         groups[0].close()
         with pytest.raises(ConnectionError, match="the trainer rank on this device"):
@@ -240,7 +240,7 @@ def test_memory_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: Any) -> Any:
         raise OSError("Operation not permitted")
 
-    groups, (place, own) = seats(1)
+    groups, (place, own) = sockets(1)
     monkeypatch.setattr(os, "memfd_create", forbidden)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         reading = threads.submit(read, own, groups[1])
@@ -252,5 +252,5 @@ def test_memory_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_target_survives_its_encoding() -> None:
     """vLLM passes plain types to its ranks."""
-    _, (_, own) = seats(1)
+    _, (_, own) = sockets(1)
     assert msgspec.convert(msgspec.to_builtins(own), DeviceTarget) == own
