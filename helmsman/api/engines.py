@@ -283,13 +283,15 @@ class TrainEngine(abc.ABC):
         allowed; the exports send the copy on the host. On every rank; idempotent.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no sleep; it cannot take turns with another engine"
+            f"{type(self).__name__} has no method sleep, so it cannot share devices with "
+            "another engine in turns"
         )
 
     def wake(self) -> None:
         """Move the state back to the devices and continue. On every rank; idempotent."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no wake; it cannot take turns with another engine"
+            f"{type(self).__name__} has no method wake, so it cannot share devices with "
+            "another engine in turns"
         )
 
     @abc.abstractmethod
@@ -397,7 +399,8 @@ class InferenceEngine(abc.ABC):
             RuntimeError: Requests are in flight.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no sleep; it cannot take turns with another engine"
+            f"{type(self).__name__} has no method sleep, so it cannot share devices with "
+            "another engine in turns"
         )
 
     async def wake(self, *, weights_only: bool = False) -> None:
@@ -408,7 +411,8 @@ class InferenceEngine(abc.ABC):
                 sleeps; a second call without it allocates the cache.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no wake; it cannot take turns with another engine"
+            f"{type(self).__name__} has no method wake, so it cannot share devices with "
+            "another engine in turns"
         )
 
     def failure(self) -> str | None:

@@ -2,8 +2,9 @@
 
 A script imports these names in place of AReaL's. It may pass AReaL's own dataclasses, or objects
 with their fields. ``scheduler.helmsman`` is the scheduler behind it. An engine with model-parallel
-ranks provides their process group as ``context_and_model_parallel_group``. The arguments of rank 0
-reach all ranks of it, unless ``rpc_meta`` is ``{"broadcast": False}``.
+ranks provides their process group as ``context_and_model_parallel_group``. The first rank of that
+group broadcasts the arguments of each call to the others, unless ``rpc_meta`` is
+``{"broadcast": False}``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This process's connection to Ray: calls that fail when it is lost, and a bounded shutdown."""
+"""This process's connection to Ray: a call raises when it is lost, and a shutdown has a limit."""
 
 from __future__ import annotations
 

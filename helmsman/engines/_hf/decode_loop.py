@@ -162,7 +162,8 @@ class DecodeLoop:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"the decoding thread did not end within {timeout_s:g} s; one step is still running"
+                f"the decoding thread did not end within {timeout_s:g} s; one step is still "
+                "running. Restart the worker if it hangs"
             )
 
     def _check_open(self) -> None:

@@ -2,8 +2,8 @@
 
 Context parallelism is DeepSpeed-Ulysses, arXiv:2309.14509: outside attention, each rank has a part
 of the tokens. For attention, an all-to-all exchange gives it all tokens of a part of the heads, and
-a second one reverses that. The backend only needs all-to-all, and each head is computed as on one
-rank.
+a second one reverses that. All-to-all is the only collective that this needs, and each head is
+computed as on one rank.
 
 Packed rows are computed segment by segment: by torch's variable-length flash attention where
 available (CUDA, half precision), else by one scaled_dot_product_attention per segment, which every
