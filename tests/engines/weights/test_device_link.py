@@ -191,7 +191,7 @@ def test_receiver_late_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("change", [{"key": "another"}, {"receiver": "rollout/9"}])
-def test_seat_refuses_others(change: dict[str, str]) -> None:
+def test_socket_refuses_others(change: dict[str, str]) -> None:
     groups, (place, own) = sockets(1)
     other = msgspec.structs.replace(own, **change)
     with concurrent.futures.ThreadPoolExecutor() as threads:
