@@ -110,6 +110,7 @@ def test_vllm_engine_version_of_vllm(
             {"max_lora_rank": 8, "adapters": {"a": "there"}, "adapter": "b"},
             "adapter is 'b'; expected a name in adapters, which has a",
         ),
+        ({"adapter": "b"}, "adapter is 'b'; expected a name in adapters, which is empty"),
     ],
 )
 def test_vllm_config_invalid_fields(fields: dict[str, Any], message: str) -> None:
