@@ -21,6 +21,7 @@ import pytest
 from helmsman.recipes import GRPO
 from tests.agents.test_gateway import TOOL
 from tests.agents.toy_model import SECRETS, make_toy, question
+from tests.processes import command_of
 
 ROOT = Path(__file__).parents[2]
 CPUS = {"train_cpus": 0.5, "rollout_cpus": 0.5}
@@ -71,7 +72,7 @@ class Agent:
 
 def kill_instance() -> int:
     for process in psutil.Process().children(recursive=True):
-        if " ".join(process.cmdline()).startswith("helmsman: rollout/0"):
+        if command_of(process).startswith("helmsman: rollout/0"):
             os.kill(process.pid, signal.SIGKILL)
             return 1
     return 0

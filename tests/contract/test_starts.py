@@ -15,6 +15,7 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Driver, Engine, wait_gone, wait_until
+from tests.processes import command_of
 
 TOO_MANY_PORTS = 60_000
 
@@ -70,10 +71,7 @@ def test_create_workers_failure_leaves_nothing(
 def _workers_of_this_machine() -> set[int]:
     found = set()
     for process in psutil.Process().children(recursive=True):
-        try:
-            name = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
+        name = command_of(process)
         if "ray::RayRPCServer" in name or "helmsman: " in name:
             found.add(process.pid)
     return found
