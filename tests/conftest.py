@@ -69,19 +69,21 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Processes share the tests by files, but for folders whose files share a Ray cluster: to start
-    one costs seconds.
+    """Processes share the tests by files, but for folders whose files share what costs seconds to
+    start: a Ray cluster, or a model in workers.
     """
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
-    class ByCluster(LoadFileScheduling):  # type: ignore[misc]
+    class ByFixture(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
             if file.startswith("tests/contract/"):
                 return "tests/contract on Ray" if "[ray" in nodeid else "tests/contract"
+            if file.startswith("tests/agents/") and "test_learning" not in file:
+                return "tests/agents"
             return "tests/multinode" if file.startswith("tests/multinode/") else file
 
-    return ByCluster(config, log)
+    return ByFixture(config, log)
 
 
 def processes_of_this_session() -> list[psutil.Process]:

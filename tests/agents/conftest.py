@@ -1,4 +1,4 @@
-"""A toy model behind a gateway, shared by the tests of a module."""
+"""A toy model in two rollout instances, shared by all tests of agents, and a gateway to it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from helmsman import Job, RolloutController, SamplingParams, SchedulingSpec, make_scheduler
+from helmsman import (
+    Job,
+    RolloutController,
+    SamplingParams,
+    Scheduler,
+    SchedulingSpec,
+    make_scheduler,
+)
 from helmsman.agents import AgentGateway
 from tests.agents.toy_model import make_toy
+from tests.engines.preload import PRELOAD
 
 HF = "helmsman.engines.rollout.HFRolloutEngine"
 
@@ -19,14 +27,17 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(tmp_path_factory.mktemp("toy"), with_bash=True)
 
 
-@pytest.fixture(scope="module")
-def rollout(toy: Path) -> Iterator[RolloutController]:
+@pytest.fixture(scope="session")
+def scheduler() -> Iterator[Scheduler]:
+    with make_scheduler("local", preload=PRELOAD) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def rollout(scheduler: Scheduler, toy: Path) -> Iterator[RolloutController]:
     job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
-    with (
-        make_scheduler("local") as scheduler,
-        RolloutController(scheduler, HF, job, (), {"model": str(toy)}) as controller,
-    ):
-        yield controller
+    with RolloutController(scheduler, HF, job, (), {"model": str(toy)}) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

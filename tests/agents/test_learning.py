@@ -78,11 +78,17 @@ def kill_instance() -> int:
     return 0
 
 
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("learner"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("settings", [SYNCHRONOUS, STALE], ids=["synchronous", "staleness 1"])
-def test_agent_learns_while_an_instance_is_killed(tmp_path: Path, settings: dict[str, Any]) -> None:
-    model = make_toy(tmp_path / "toy")
+def test_agent_learns_while_an_instance_is_killed(
+    learner: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     draw = random.Random(0)
     rows = [{"prompt": question(n), "answer": draw.choice(SECRETS)} for n in range(300)]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows[:48])))
@@ -92,7 +98,7 @@ def test_agent_learns_while_an_instance_is_killed(tmp_path: Path, settings: dict
         return await agent.run(task, base_url, api_key)
 
     recipe = GRPO(
-        model,
+        learner,
         {"train": rows[48:], "held_out": str(tmp_path / "held_out.jsonl")},
         agent=look_and_answer,
         steps=8,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helmsman import Job, LocalScheduler, RolloutController, SamplingParams, SchedulingSpec
+from helmsman import Job, RolloutController, SamplingParams, Scheduler, SchedulingSpec
 from helmsman.agents import AgentGateway, AgentSession, Sample
 from tests.agents.conftest import HF
 
@@ -17,12 +17,9 @@ NUM_SESSIONS = 8
 
 
 @pytest.fixture
-def rollout(toy: Path) -> Iterator[RolloutController]:
-    job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
-    with (
-        LocalScheduler() as scheduler,
-        RolloutController(scheduler, HF, job, (), {"model": str(toy)}) as made,
-    ):
+def rollout(scheduler: Scheduler, toy: Path) -> Iterator[RolloutController]:
+    job = Job(role="updated", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
+    with RolloutController(scheduler, HF, job, (), {"model": str(toy)}) as made:
         yield made
 
 

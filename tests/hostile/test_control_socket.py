@@ -124,7 +124,7 @@ def test_socket_silent_clients(scheduler: InlineScheduler) -> None:
 def test_recordings_are_private() -> None:
     from helmsman import LocalScheduler
 
-    with LocalScheduler() as scheduler:
+    with LocalScheduler(preload=()) as scheduler:
         scheduler.create_workers(Job(role="actor"))
         files = list(scheduler.log_dir.glob("*.events"))
         assert len(files) == 2

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 WORKER = """
 import time
 from helmsman import Job, LocalScheduler
-with LocalScheduler() as scheduler:
+with LocalScheduler(preload=()) as scheduler:
     scheduler.create_workers(Job(role="actor"))
     print("scheduler is up", flush=True)
     time.sleep(3600)

@@ -51,7 +51,7 @@ class Trainer(Weights):
 
 def slow_steps() -> Iterator[None]:
     """Steps of a fifth of a second; one in six takes up to six seconds on one rank."""
-    with ranks(2) as (scheduler, ids):
+    with ranks(2, preload=["torch"]) as (scheduler, ids):
         join(scheduler, ids)
         ready(scheduler)
         while True:
@@ -63,7 +63,7 @@ def slow_steps() -> Iterator[None]:
 
 def skewed_ranks() -> Iterator[None]:
     """One rank is three seconds late in each step."""
-    with ranks(2) as (scheduler, ids):
+    with ranks(2, preload=["torch"]) as (scheduler, ids):
         join(scheduler, ids)
         ready(scheduler)
         while True:
@@ -105,7 +105,7 @@ def quiet_script() -> Iterator[None]:
 
 
 def rollout(tenths: Callable[[], int], *, num_requests: int) -> Iterator[None]:
-    with LocalScheduler() as scheduler:
+    with LocalScheduler(preload=()) as scheduler:
         job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
         with RolloutController(scheduler, Slow, job) as controller:
             ready(scheduler)
@@ -127,7 +127,7 @@ def mixed_generations() -> Iterator[None]:
 
 def trains_in_turns(computes: bool) -> Iterator[None]:
     """Generation, a long optimizer step, and a weight sync of two seconds, in turns."""
-    with LocalScheduler() as scheduler:
+    with LocalScheduler(preload=()) as scheduler:
         trainer = TrainController(
             scheduler, Trainer, Job(role="actor", tasks=[SchedulingSpec(cpu=0.5)])
         )
@@ -148,7 +148,7 @@ def trains_in_turns(computes: bool) -> Iterator[None]:
 
 def supervised() -> Iterator[None]:
     """Requests under supervision."""
-    with LocalScheduler() as scheduler:
+    with LocalScheduler(preload=()) as scheduler:
         job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
         policy = SupervisionPolicy(max_restarts=1000)
         with RolloutController(scheduler, Slow, job, supervision=policy) as controller:

@@ -14,10 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-from torch.utils.data import Dataset
 
 from helmsman import (
     Job,
@@ -110,7 +108,8 @@ class Ranks:
     def load(self) -> None:
         from torch.utils.data import DataLoader
 
-        for _ in DataLoader(_Stuck(), num_workers=1):
+        dataset: Any = _Stuck()
+        for _ in DataLoader(dataset, num_workers=1):
             pass
 
     def keep_zombie(self) -> None:
@@ -120,7 +119,7 @@ class Ranks:
             pipe.read(1)
 
 
-class _Stuck(Dataset[int]):
+class _Stuck:
     def __len__(self) -> int:
         return 1
 
@@ -191,8 +190,8 @@ def hangs(work: Callable[..., Any], *arguments: Any, **named: Any) -> None:
 
 
 @contextlib.contextmanager
-def ranks(number: int) -> Iterator[tuple[LocalScheduler, list[str]]]:
-    with LocalScheduler() as scheduler:
+def ranks(number: int, preload: Sequence[str] = ()) -> Iterator[tuple[LocalScheduler, list[str]]]:
+    with LocalScheduler(preload=preload) as scheduler:
         ids = scheduler.create_workers(
             Job(role="actor", replicas=number, tasks=[SchedulingSpec(cpu=0.5, port_count=1)])
         )
@@ -232,7 +231,7 @@ def ready(scheduler: LocalScheduler | RayScheduler) -> None:
 
 
 def collective(fault: str) -> None:
-    with ranks(2) as (scheduler, ids):
+    with ranks(2, preload=["torch"]) as (scheduler, ids):
         join(scheduler, ids)
         if fault == "late_rank":
             for _ in range(100):
@@ -277,7 +276,7 @@ def peer() -> None:
 
 
 def rollout(fault: str) -> None:
-    with LocalScheduler() as scheduler:
+    with LocalScheduler(preload=()) as scheduler:
         job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
         with RolloutController(scheduler, Answers, job) as controller:
             controller.generate([[1]] * 8, SamplingParams(max_new_tokens=4))
@@ -372,7 +371,7 @@ def dead_worker() -> None:
 
 
 def blocked_loop() -> None:
-    with LocalScheduler() as scheduler:
+    with LocalScheduler(preload=()) as scheduler:
         job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
         with RolloutController(scheduler, Answers, job) as controller:
             controller.pause()  # so that the callback runs on the event loop, not here

@@ -31,7 +31,10 @@ JOB = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
 
 @pytest.fixture(scope="module")
 def controller() -> Iterator[RolloutController]:
-    with LocalScheduler() as scheduler, RolloutController(scheduler, Answers, JOB) as controller:
+    with (
+        LocalScheduler(preload=()) as scheduler,
+        RolloutController(scheduler, Answers, JOB) as controller,
+    ):
         scheduler.reporter.figure("step", "3 of 9")
         controller.generate([[1]] * 4, SamplingParams(max_new_tokens=4))
         yield controller
@@ -82,7 +85,7 @@ def test_status_watch_on_a_terminal(controller: RolloutController, blocked: str)
 
 
 def test_status_shows_samples_of_older_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    with LocalScheduler() as scheduler, stale_samples(scheduler):
+    with LocalScheduler(preload=()) as scheduler, stale_samples(scheduler):
         assert main(["status", scheduler.run_id]) == 0
     text = capsys.readouterr().out
     assert "recent samples behind these weights: 1 by 0, 2 by 2 versions" in text
@@ -235,7 +238,7 @@ def test_recordings_of_another_node_are_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs = tmp_path / "logs"
-    with LocalScheduler(log_dir=logs) as scheduler:
+    with LocalScheduler(log_dir=logs, preload=()) as scheduler:
         scheduler.create_workers(Job(role="actor", replicas=3))
     commands = [["trace", str(logs), "-o", str(tmp_path / "out")], ["postmortem", str(logs)]]
     commands += [["logs", str(logs)], ["report", str(logs), "-o", str(tmp_path / "run.html")]]
@@ -305,7 +308,7 @@ def test_why_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("needs the right to mount a file system")
     try:
-        with LocalScheduler(log_dir=disk / "logs") as scheduler:
+        with LocalScheduler(log_dir=disk / "logs", preload=()) as scheduler:
             scheduler.create_workers(Job(role="actor"))
             free = shutil.disk_usage(disk).free
             (disk / "filler").write_bytes(bytes(free))

@@ -41,7 +41,10 @@ def test_snapshot_after_a_controller_is_closed() -> None:
 @pytest.mark.slow
 def test_metrics_of_a_run() -> None:
     job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
-    with LocalScheduler() as scheduler, RolloutController(scheduler, Answers, job) as controller:
+    with (
+        LocalScheduler(preload=()) as scheduler,
+        RolloutController(scheduler, Answers, job) as controller,
+    ):
         controller.generate([[1]] * 5, SamplingParams(max_new_tokens=4))
         command = [sys.executable, "-m", "helmsman", "metrics", scheduler.run_id, "--port", "0"]
         with (

@@ -40,7 +40,7 @@ class Adder:
 def log_dir(tmp_path: Path) -> Path:
     """Of a run that has ended, and has kept calls."""
     folder = tmp_path / "logs"
-    with LocalScheduler(log_dir=folder) as scheduler:
+    with LocalScheduler(log_dir=folder, preload=()) as scheduler:
         scheduler.reporter.keep_calls("actor", "add", most=2)
         scheduler.reporter.keep_calls("other", "add_later")
         scheduler.create_workers([Job(role="actor", replicas=2), Job(role="other")])
@@ -98,7 +98,7 @@ def test_kept_calls_are_private(log_dir: Path) -> None:
 
 
 def test_replay_nothing_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with LocalScheduler(log_dir=tmp_path / "logs") as scheduler:
+    with LocalScheduler(log_dir=tmp_path / "logs", preload=()) as scheduler:
         scheduler.create_workers(Job(role="actor"))
     assert main(["replay", str(tmp_path / "logs")]) == 0
     assert "no call was kept; see scheduler.reporter.keep_calls" in capsys.readouterr().out

@@ -162,7 +162,7 @@ async def test_page_shows_samples_of_older_weights(browser: Browser, tmp_path: P
     out = tmp_path / "run.html"
 
     def write() -> None:
-        with LocalScheduler() as scheduler, stale_samples(scheduler):
+        with LocalScheduler(preload=()) as scheduler, stale_samples(scheduler):
             write_report(find_run(scheduler.run_id), out)
 
     await asyncio.to_thread(write)

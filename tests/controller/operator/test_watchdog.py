@@ -31,7 +31,7 @@ class Waiter:
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
-    with LocalScheduler(log_dir=tmp_path / "logs") as scheduler:
+    with LocalScheduler(log_dir=tmp_path / "logs", preload=()) as scheduler:
         scheduler.create_workers(Job(role="actor"))
         scheduler.create_engines(["actor/0"], Waiter)
         for _ in range(3):

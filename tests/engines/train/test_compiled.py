@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
-from tests.engines.small_models import LLAMA, QWEN3, random_tokens
+from tests.engines.small_models import QWEN3, random_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a compilation takes a minute
 
@@ -36,14 +36,12 @@ def loss_and_gradients(
     return loss, gradients
 
 
-@pytest.mark.parametrize(
-    ("model", "recompute"), [(LLAMA, False), (QWEN3, True)], ids=["llama", "qwen3, recomputed"]
-)
-def test_compile_layers_equals_eager(make: Make, model: dict[str, Any], recompute: bool) -> None:
+def test_compile_layers_equals_eager(make: Make) -> None:
+    """With layers that are computed again in the backward pass, which compiles the most."""
     config = {
-        "model": {**model, "initializer_range": 0.1},
+        "model": {**QWEN3, "initializer_range": 0.1},
         "max_tokens_per_micro_batch": 24,
-        "gradient_checkpointing": recompute,
+        "gradient_checkpointing": True,
     }
     eager, compiled = make(**config), make(**config, compile_layers=True)
     numbers = []
