@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec
+from helmsman.controller._ray_backend import placement_groups
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
@@ -155,6 +158,23 @@ def test_placement_instance_over_nodes(run: RayScheduler) -> None:
     )
     (sibling,) = run.fork_workers("beside", "server")
     assert Engine.create(run, sibling, Counter).call("environ", *seen) == seen
+
+
+def _die() -> None:
+    """A task whose process is killed, as by the system's memory killer."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_placement_instance_whose_devices_are_not_reported(
+    run: RayScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement_groups, "granted_here", _die)
+    spec = _spec(cpu=4, gpu=16, ray_placement_strategy="deferred")
+    with pytest.raises(errors.WorkerStartError) as caught:
+        run.create_workers(Job(role="server", tasks=[spec]))
+    assert caught.value.worker_id == "server/0"
+    assert "Ray did not report the devices that a placement group was granted" in str(caught.value)
+    assert run.status() == []
 
 
 def _take_devices_of_the_group() -> list[int]:

@@ -307,7 +307,8 @@ async def devices_of(slot: BundleSlot) -> list[Granted]:
         granted: list[Granted] = await answered(asyncio.gather(*asked))
     except ray.exceptions.RayError as error:
         raise TransportLostError(
-            f"Ray did not report the devices that a placement group was granted: {error}"
+            "Ray did not report the devices that a placement group was granted: "
+            f"{str(error).rstrip('.')}"
         ) from error
     return granted
 

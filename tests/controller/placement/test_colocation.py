@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,8 +29,12 @@ def _target(replicas: int, gpu: int, per_node: int) -> list[PlannedWorker]:
     ]
 
 
-def _job(replicas: int, fork: bool = True, **spec: Any) -> Job:
-    strategy = SchedulingStrategy(type="colocation", target="target", fork=fork)
+def _job(
+    replicas: int, fork: bool = True, mapping: Sequence[Sequence[int]] = (), **spec: Any
+) -> Job:
+    strategy = SchedulingStrategy(
+        type="colocation", target="target", fork=fork, device_mapping=mapping
+    )
     return Job(
         role="r", replicas=replicas, tasks=[SchedulingSpec(**spec)], scheduling_strategy=strategy
     )
@@ -114,6 +119,19 @@ def test_tile_counts_unknown_devices() -> None:
             r"gpu of replica 0 is 1; expected 2, its share",
         ),
         (_job(4, fork=False, gpu=2), _target(4, 1, 4), r"gpu of replica 0 is 2; expected 1"),
+        (
+            _job(1, mapping=[[0, 4]]),
+            _target(4, 1, 4),
+            r"expected devices that 'target' has, which are only 0 to 3",
+        ),
+        (
+            _job(2, mapping=[[0, 1], [1, 2]]),
+            _target(4, 1, 2),
+            (
+                r"device_mapping\[1\] is \[1, 2\]; expected devices of one node; device "
+                r"1 on 10.0.0.0, 2 on 10.0.0.1"
+            ),
+        ),
     ],
 )
 def test_tile_rejects(job: Job, target: list[PlannedWorker], message: str) -> None:

@@ -426,6 +426,22 @@ def test_save_load_and_versions_on_every_rank(scheduler: FakeScheduler) -> None:
             actor.get_version()
 
 
+class Empty(RecordingTrainer):
+    def export_weights(self) -> Any:
+        """Return nothing, on every rank."""
+
+
+def test_export_weights_refuses_nothing(scheduler: FakeScheduler) -> None:
+    with controller(scheduler, engine=Empty) as actor:
+        actor.initialize()
+        with pytest.raises(
+            HelmsmanError,
+            match="actor/0: export_weights returned NoneType on rank 0; expected a dict of "
+            "parameter names to tensors",
+        ):
+            actor.export_weights()
+
+
 def test_update_rollout_is_one_call_per_worker(scheduler: FakeScheduler) -> None:
     rollout = RolloutController(scheduler, CountingRollout, Job(role="rollout", replicas=3))
     with controller(scheduler) as actor, rollout:
