@@ -9,7 +9,7 @@ import msgspec
 from helmsman.api.run_state import OpenCall, RunSnapshot
 from helmsman.controller._diagnosis import call_rules, flow_rules, process_rules
 from helmsman.controller._diagnosis.evidence import Evidence, Finding, seconds, usual
-from helmsman.controller._diagnosis.stacks import at, named
+from helmsman.controller._diagnosis.stacks import at, named, wait_of
 
 RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     process_rules.script_process,
@@ -74,9 +74,14 @@ def _waits_for(evidence: Evidence) -> str:
         oldest = max((call for call, _ in calls), key=lambda call: call.age_s)
         where = named(dict.fromkeys(worker_id for _, worker_id in calls))
         parts.append(f"{name} on {where} ({seconds(oldest.age_s)}; {usual(oldest.median_s)})")
-    where = at(run.script.stacks[0] if run.script is not None and run.script.stacks else None)
+    stack = run.script.stacks[0] if run.script is not None and run.script.stacks else None
+    where = at(stack)
     if parts:
         return f"{prefix}The run waits for {'; '.join(parts)}."
     if (node := run.node) is not None:
         return f"Rank {node.rank} of {node.count} {node.doing} ({seconds(node.since_s)}){where}."
-    return f"{prefix}No call is open; the script runs its own code{where}."
+    if stack is not None and stack.frames and stack.frames[-1].file.endswith("/selectors.py"):
+        return f"{prefix}No call is open; the script's event loop is idle."
+    wait = wait_of(stack)
+    doing = wait.text if wait is not None else f"runs its own code{where}"
+    return f"{prefix}No call is open; the script {doing}."

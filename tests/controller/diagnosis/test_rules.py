@@ -142,6 +142,25 @@ IDLE_THREAD = StackTrace(
 )
 
 
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [
+        (SLEEPS.frames[0], "the script sleeps at train.py:91 (time.sleep(20))."),
+        (
+            Frame("/home/me/train.py", 12, "main", "total += 1"),
+            "the script runs its own code at train.py:12 (total += 1).",
+        ),
+        (
+            Frame("/usr/lib/python3.11/selectors.py", 468, "select", "self._selector.poll(1)"),
+            "the script's event loop is idle.",
+        ),
+    ],
+)
+def test_waits_for_names_what_the_script_does(frame: Frame, text: str) -> None:
+    script = report(stacks=[StackTrace(thread="main", frames=[frame])])
+    assert diagnosed(run(script=script)).waits_for == f"No call is open; {text}"
+
+
 def test_script_sleeps_beside_idle_threads() -> None:
     """Helmsman's loop starts such a thread when a worker's answer is late."""
     script = report(stacks=[SLEEPS, IDLE_THREAD])
