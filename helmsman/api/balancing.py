@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from helmsman.api.batch import part_sizes
+from helmsman.api.parts import part_sizes
 
 
 def balanced_order(lengths: Sequence[int], num_parts: int) -> list[int]:

@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args, overload
+from typing import Any, overload
 
 from helmsman.api.columns import (
     Column,
     Frozen,
     GivenRows,
     Ragged,
+    check_column,
     concat_columns,
     fill_rows,
-    kind_of,
+    flags_beside,
     row_number,
     row_numbers,
+    rows_by_value,
     same,
     shown,
     take,
-    vector,
 )
-from helmsman.api.errors import UnevenBatchError
+from helmsman.api.parts import PerPart as PerPart
+from helmsman.api.parts import (
+    Remainder,
+    bounds_of_parts,
+    join_meta,
+    joined_padding,
+    part_sizes,
+    positive,
+)
 from helmsman.api.tensordicts import from_tensordict, to_tensordict
-
-Remainder: TypeAlias = Literal["error", "pad", "uneven"]
-"""Handling of rows that do not divide evenly. error: UnevenBatchError; pad: the last row is
-repeated and masked; uneven: the first parts get one more row.
-"""
-
-
-class PerPart(tuple[Any, ...]):
-    """A meta entry that differs between joined batches: the value of each, None if missing."""
-
-    __slots__ = ()
 
 
 class Batch(Frozen):
@@ -81,8 +78,7 @@ class Batch(Frozen):
                 raise TypeError(f"names of columns are strings, not {name!r}")
             # Copied, so that later changes of the caller's list do not change the batch.
             kept[name] = list(column) if isinstance(column, (list, tuple)) else column
-            if not kind_of(kept[name]):
-                raise TypeError(_no_column(name, column))
+            check_column(name, kept[name])
         lengths = {name: len(column) for name, column in kept.items()}
         if num_rows is not None:
             lengths["num_rows"] = operator.index(num_rows)
@@ -113,17 +109,7 @@ class Batch(Frozen):
         arrays, else a list.
         """
         flags = [row < len(self) - self.num_padding for row in range(len(self))]
-        dense: list[Any] = [
-            column.values if isinstance(column, Ragged) else column
-            for column in self.columns.values()
-        ]
-        for kind in ("tensor", "array"):
-            for values in dense:
-                if kind_of(values) == kind:
-                    made = vector(values, flags, "bool")
-                    mask: Column = made.to(values.device) if kind == "tensor" else made
-                    return mask
-        return flags
+        return flags_beside(self.columns.values(), flags)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -174,14 +160,10 @@ class Batch(Frozen):
 
     def __repr__(self) -> str:
         def shape(column: Any) -> str:
-            kind = kind_of(column)
-            return (
-                kind
-                if kind == "list"
-                else repr(column)
-                if kind == "ragged"
-                else f"{tuple(column.shape)} {column.dtype}"
-            )
+            if isinstance(column, list):
+                return "list"
+            is_ragged = isinstance(column, Ragged)
+            return repr(column) if is_ragged else f"{tuple(column.shape)} {column.dtype}"
 
         parts = [f"{name}: {shape(column)}" for name, column in self.columns.items()]
         padding = f" ({self.num_padding} of them padding)" if self.num_padding else ""
@@ -336,16 +318,7 @@ class Batch(Frozen):
                     "of the row"
                 )
             values = column.tolist() if hasattr(column, "tolist") else column
-        groups: dict[Any, list[int]] = {}
-        try:
-            for row, value in enumerate(values):
-                groups.setdefault(
-                    math.nan if isinstance(value, float) and value != value else value, []
-                ).append(row)
-        except TypeError as error:
-            raise TypeError(
-                f"group_by needs hashable values: {error}; give group_by a function of the row"
-            ) from error
+        groups = rows_by_value(values)
         order = [row for rows in groups.values() for row in rows]
         together = self if order == list(range(len(self))) else self._take(order, "group_by")
         return dict(
@@ -358,15 +331,7 @@ class Batch(Frozen):
         Raises:
             ValueError: A size is negative, or the sizes do not add up to N.
         """
-        counts = [operator.index(size) for size in sizes]
-        if min(counts, default=0) < 0:
-            raise ValueError(f"a part has {min(counts)} rows; expected 0 or more")
-        if sum(counts) != len(self):
-            raise ValueError(
-                f"sizes [{shown(counts)}] add up to {sum(counts)}, and there are {len(self)} rows"
-            )
-        bounds = itertools.accumulate(counts, initial=0)
-        return [self._slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+        return [self._slice(start, stop) for start, stop in bounds_of_parts(sizes, len(self))]
 
     def chunk(self, num_chunks: int, remainder: Remainder = "error") -> list[Batch]:
         """Split into ``num_chunks`` views of equal size.
@@ -385,7 +350,7 @@ class Batch(Frozen):
         """
         if remainder != "pad":
             return self.split(part_sizes(len(self), num_chunks, remainder))
-        size = -(-len(self) // _positive(num_chunks, "num_chunks"))
+        size = -(-len(self) // positive(num_chunks, "num_chunks"))
         bounds = [min(len(self), size * index) for index in range(num_chunks + 1)]
         return [
             self._extended(self._slice(start, stop), size - (stop - start))
@@ -397,7 +362,7 @@ class Batch(Frozen):
 
         ``mask`` marks these rows and ``unpad`` removes them. A batch without rows stays empty.
         """
-        return self._extended(self, -len(self) % _positive(multiple, "multiple"))
+        return self._extended(self, -len(self) % positive(multiple, "multiple"))
 
     def _extended(self, part: Batch, num_missing: int) -> Batch:
         """Append ``num_missing`` copies of this batch's last row to a part, as padding."""
@@ -446,7 +411,8 @@ class Batch(Frozen):
                 batch.with_columns(**{name: column})
                 for batch, column in zip(batches, filled, strict=True)
             ]
-        return Batch._joined(batches, padding_of(batches))
+        padding = joined_padding([(len(batch), batch.num_padding) for batch in batches])
+        return Batch._joined(batches, padding)
 
     @staticmethod
     def _joined(batches: Sequence[Batch], num_padding: int) -> Batch:
@@ -511,12 +477,8 @@ class Batch(Frozen):
         return _restore(columns, self.meta, stop - start, self._padding_within(start, stop))
 
     def _copied(self, rows: Sequence[int]) -> Batch:
-        return _restore(
-            {name: take(column, rows) for name, column in self.columns.items()},
-            self.meta,
-            len(rows),
-            0,
-        )
+        columns = {name: take(column, rows) for name, column in self.columns.items()}
+        return _restore(columns, self.meta, len(rows), 0)
 
     def _padding_within(self, start: int, stop: int) -> int:
         return max(0, min(stop - start, stop - (len(self) - self.num_padding)))
@@ -535,92 +497,3 @@ def _restore(
     batch = Batch.__new__(Batch)
     batch._freeze(columns, meta, num_rows, num_padding)
     return batch
-
-
-def padding_of(batches: Sequence[Batch]) -> int:
-    """Return the number of padding rows of the joined batches.
-
-    Raises:
-        ValueError: Rows of a batch would follow the padding of another.
-    """
-    padding = 0
-    for index, batch in enumerate(batches):
-        if padding and batch.num_padding < len(batch):
-            raise ValueError(
-                f"batch {index} cannot be joined to a batch that ends with padding; unpad() that "
-                "batch first"
-            )
-        padding += batch.num_padding
-    return padding
-
-
-def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge meta entries; those that are not equal in all become a PerPart.
-
-    Dicts of ``metrics`` become one, with a list of the values of each name.
-    """
-    joined: dict[str, Any] = {}
-    for name in dict.fromkeys(name for meta in metas for name in meta):
-        values = [meta.get(name) for meta in metas]
-        metrics = [value for value in values if value is not None]
-        if name == "metrics" and metrics and all(isinstance(each, Mapping) for each in metrics):
-            joined[name] = _merged_metrics(metrics)
-            continue
-        in_all = all(name in meta and same(meta[name], values[0]) for meta in metas)
-        joined[name] = values[0] if in_all else PerPart(values)
-    return joined
-
-
-def _merged_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    merged: dict[str, list[Any]] = {}
-    for each in metrics:
-        for name, value in each.items():
-            plain = value.tolist() if hasattr(value, "tolist") else value
-            merged.setdefault(name, []).extend(plain if isinstance(plain, list) else [plain])
-    return merged
-
-
-def part_sizes(num_rows: int, num_parts: int, remainder: Remainder) -> list[int]:
-    """Return the number of rows of each part.
-
-    Args:
-        num_rows: Number of rows; already padded with 'pad'.
-        num_parts: Number of parts.
-        remainder: Handling of rows that do not divide evenly.
-
-    Returns:
-        The sizes of the parts.
-
-    Raises:
-        UnevenBatchError: The rows do not divide, and ``remainder`` is not 'uneven'.
-        ValueError: ``num_parts`` is less than 1, or ``remainder`` is unknown.
-    """
-    if remainder not in get_args(Remainder):
-        raise ValueError(
-            f"remainder is {remainder!r}; expected one of {', '.join(get_args(Remainder))}"
-        )
-    size, rest = divmod(num_rows, _positive(num_parts, "num_parts"))
-    if rest and remainder != "uneven":
-        raise UnevenBatchError(num_rows=num_rows, divisor=num_parts)
-    return [size + (index < rest) for index in range(num_parts)]
-
-
-def _positive(number: int, name: str) -> int:
-    if operator.index(number) < 1:
-        raise ValueError(f"{name} is {number}; expected 1 or more")
-    return number
-
-
-def _no_column(name: str, value: Any) -> str:
-    if getattr(value, "is_nested", False):
-        return f"column {name!r} is a nested tensor; make a Ragged of its values() and offsets()"
-    kind = (
-        "tensor or array without dimensions"
-        if getattr(value, "shape", None) == ()
-        else type(value).__qualname__
-    )
-    return (
-        f"column {name!r} is a {kind}; a column is a tensor or array with at least one dimension, "
-        "neither sparse nor masked, a "
-        "list, a tuple or a Ragged. Put values that belong to all rows in meta"
-    )

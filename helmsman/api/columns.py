@@ -7,6 +7,7 @@ columns are views of the same memory.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -188,6 +189,41 @@ def kind_of(value: Any) -> str:
     return ""
 
 
+def check_column(name: str, value: Any) -> None:
+    """Raise TypeError unless a value can be a column."""
+    if kind_of(value):
+        return
+    if getattr(value, "is_nested", False):
+        raise TypeError(
+            f"column {name!r} is a nested tensor; make a Ragged of its values() and offsets()"
+        )
+    kind = (
+        "tensor or array without dimensions"
+        if getattr(value, "shape", None) == ()
+        else type(value).__qualname__
+    )
+    raise TypeError(
+        f"column {name!r} is a {kind}; a column is a tensor or array with at least one dimension, "
+        "neither sparse nor masked, a "
+        "list, a tuple or a Ragged. Put values that belong to all rows in meta"
+    )
+
+
+def flags_beside(columns: Iterable[Column], flags: list[bool]) -> Column:
+    """Return flags as a tensor on the device of the columns' first tensor.
+
+    Without tensors, they are an array if there are arrays, else the list.
+    """
+    dense: list[Any] = [each.values if isinstance(each, Ragged) else each for each in columns]
+    for kind in ("tensor", "array"):
+        for values in dense:
+            if kind_of(values) == kind:
+                made = vector(values, flags, "bool")
+                mask: Column = made.to(values.device) if kind == "tensor" else made
+                return mask
+    return flags
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -251,6 +287,21 @@ def _integers(given: Any) -> list[int]:
 def _plain(value: Any) -> Any:
     """Convert NumPy and torch numbers to Python numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def rows_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
+    """Group row numbers by value, in the order of their first rows; all NaN count as one value."""
+    groups: dict[Any, list[int]] = {}
+    try:
+        for row, value in enumerate(values):
+            groups.setdefault(
+                math.nan if isinstance(value, float) and value != value else value, []
+            ).append(row)
+    except TypeError as error:
+        raise TypeError(
+            f"group_by needs hashable values: {error}; give group_by a function of the row"
+        ) from error
+    return groups
 
 
 def shown(numbers: Sequence[int]) -> str:

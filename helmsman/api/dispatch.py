@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from helmsman.api.batch import Remainder
+from helmsman.api.parts import Remainder
 from helmsman.api.topology import AXES, Axis, Topology
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from typing import (
     overload,
 )
 
-from helmsman.api.batch import Batch, Remainder
+from helmsman.api.batch import Batch
 from helmsman.api.columns import Ragged
 from helmsman.api.dispatch import (
     CUTS,
@@ -31,6 +31,7 @@ from helmsman.api.dispatch import (
     mode_name,
 )
 from helmsman.api.errors import DispatchError
+from helmsman.api.parts import Remainder
 from helmsman.api.worker_group import RegisteredMethod
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from helmsman.api.batch import Batch, padding_of
+from helmsman.api.batch import Batch
+from helmsman.api.parts import joined_padding
 
 if TYPE_CHECKING:
     from helmsman.api.scheduler import ResultHandle, Scheduler
@@ -110,7 +111,8 @@ class RemoteBatch(Batch):
         Raises:
             ValueError: Rows of a batch would follow the padding of another.
         """
-        return RemoteBatch._joined(batches, padding_of(batches))
+        padding = joined_padding([(len(batch), batch.num_padding) for batch in batches])
+        return RemoteBatch._joined(batches, padding)
 
     def __repr__(self) -> str:
         where = dict.fromkeys(piece.handle.worker_id for piece in self._pieces)

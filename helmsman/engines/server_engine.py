@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import json
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +27,8 @@ from helmsman.api.weights import Weights
 from helmsman.api.workers import worker_context
 from helmsman.engines._server import http
 from helmsman.engines._server.dialects import DIALECTS
-from helmsman.engines._server.process import ServerProcess, get
+from helmsman.engines._server.generation_stream import read_attempt
+from helmsman.engines._server.process import ServerProcess, served_model
 from helmsman.engines._server.protocol import Call, ServerConfig, problem_in
 from helmsman.engines._server.weights import (
     as_folder,
@@ -146,7 +146,7 @@ class ServerEngine(InferenceEngine):
             process.wait_ready(
                 address, self._dialect.health_route, headers, self.config.start_timeout_s
             )
-            model = _model_at(address, headers, self.config.control_timeout_s)
+            model = served_model(address, headers, self.config.control_timeout_s)
             undo.pop_all()
 
         def lost(reason: str) -> ServerLostError:
@@ -249,10 +249,8 @@ class ServerEngine(InferenceEngine):
         text = (
             await self._running().call("GET", "/metrics", limit_s=self.config.control_timeout_s)
         ).decode()
-        names = self._dialect.stats._asdict()
-        gauges = {ours: _gauge(text, theirs) for ours, theirs in names.items()}
         return {
-            **gauges,
+            **self._dialect.stats.values_in(text),
             "num_generated_tokens": self._served().num_generated_tokens,
             "version": self._served().version,
         }
@@ -340,34 +338,8 @@ class ServerEngine(InferenceEngine):
         return await self._served().abort(request_ids)
 
     async def _read(self, attempt: Attempt) -> None:
-        client, requests = self._running(), self._served()
         call = self._dialect.generation(self._model, attempt)
-        counts = [0] * len(attempt.generations)
-        async with contextlib.aclosing(client.events(call.route, call.body)) as events:
-            async for event in events:
-                try:
-                    chunks = self._dialect.chunks(event, counts)
-                    if unknown := [
-                        chunk.sample for chunk in chunks if not 0 <= chunk.sample < len(counts)
-                    ]:
-                        raise ValueError(
-                            f"it is for sample {unknown[0]}, but the request was for "
-                            f"{len(counts)}, counted from 0"
-                        )
-                except ValueError as error:
-                    await client.refuse(
-                        call.route, 200, str(error), "tokens with their log-probabilities"
-                    )
-                for chunk in chunks:
-                    requests.take(
-                        attempt, chunk.sample, chunk.token_ids, chunk.logprobs, chunk.stop_reason
-                    )
-                    counts[chunk.sample] += len(chunk.token_ids)
-        unended = [count for index, count in enumerate(counts) if index not in attempt.has_ended]
-        # vLLM sends nothing for a sequence that a pause has ended before its first token.
-        if any(unended) or (unended and not requests.is_held):
-            said = "the events ended before the sequences did"
-            await client.refuse(call.route, 200, said, "a reason for the end of each")
+        await read_attempt(self._running(), self._dialect, call, attempt, self._served())
 
     async def _forget(self, attempt: Attempt) -> None:
         """Abort an attempt on a server that ignores closed connections."""
@@ -515,31 +487,3 @@ class ServerEngine(InferenceEngine):
     async def _go_on(self) -> None:
         if self._state.is_serving and self._requests is not None:
             await self._requests.release()
-
-
-def _model_at(address: str, headers: Mapping[str, str], limit_s: float) -> dict[str, Any]:
-    route = "/v1/models"
-    status, answer = get(address, route, headers, limit_s)
-    model: Any = None
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        model = json.loads(answer)["data"][0]
-    if status != 200 or not isinstance(model, dict) or "id" not in model:
-        raise ServerRequestError(
-            address=address,
-            route=route,
-            status=status,
-            answer=answer.decode(errors="replace")[:2000],
-            expected="200 with its models",
-            step="Check that the server matches ServerConfig.dialect, and that no other program "
-            "listens there",
-        )
-    return model
-
-
-def _gauge(metrics: str, name: str) -> float:
-    values = [
-        line.rsplit(" ", 1)[1]
-        for line in metrics.splitlines()
-        if line.startswith((f"{name}{{", f"{name} "))
-    ]
-    return sum(map(float, values))

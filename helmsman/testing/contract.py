@@ -12,18 +12,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import concurrent.futures
-import contextlib
 import functools
 import inspect
-import itertools
 import json
 import os
 import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -34,6 +31,16 @@ from helmsman.api.faults import Hang, Kill
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, WorkerState
 from helmsman.testing import contract_engine
 from helmsman.testing.contract_engine import CountingEngine
+from helmsman.testing.contract_fixtures import (
+    engine,
+    engine_class,
+    gate,
+    own_processes,
+    peer,
+    role,
+    scheduler,
+    shared_workers,
+)
 from helmsman.testing.contract_tools import LIMIT_S, Engine, Gate, held, is_running, wait_until
 
 __all__ = [
@@ -56,79 +63,6 @@ GONE_S = 10.0
 """Limit for all processes of a controller to exit after the controller has ended."""
 NOTICE_S = 2.0
 """Limit for reporting a worker's death to callers."""
-_numbers = itertools.count()
-
-
-# --- fixtures -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="package")
-def scheduler(make_scheduler: Callable[[], Scheduler]) -> Iterator[Scheduler]:
-    """Provide a scheduler that all tests share."""
-    with make_scheduler() as made:
-        yield made
-
-
-@pytest.fixture(scope="package")
-def shared_workers(scheduler: Scheduler) -> list[str]:
-    """Provide two workers to tests that leave them usable."""
-    return scheduler.create_workers(Job(role="shared", replicas=2))
-
-
-@pytest.fixture(scope="package")
-def engine_class() -> type[CountingEngine]:
-    """Return the engine class of the next two fixtures."""
-    return CountingEngine
-
-
-@pytest.fixture
-def engine(
-    scheduler: Scheduler, shared_workers: list[str], engine_class: type[CountingEngine]
-) -> Engine:
-    """Provide an engine of this test in the first shared worker."""
-    return Engine.create(scheduler, shared_workers[0], engine_class, f"engine-{next(_numbers)}")
-
-
-@pytest.fixture
-def peer(
-    scheduler: Scheduler, shared_workers: list[str], engine_class: type[CountingEngine]
-) -> Engine:
-    """Provide an engine of this test in the second shared worker."""
-    return Engine.create(scheduler, shared_workers[1], engine_class, f"engine-{next(_numbers)}")
-
-
-@pytest.fixture
-def role(scheduler: Scheduler) -> Iterator[str]:
-    """Provide a role name; delete the roles with this prefix after the test."""
-    name = f"role-{next(_numbers)}"
-    yield name
-    running = {status.worker_id.rpartition("/")[0] for status in scheduler.status()}
-    for each in sorted(other for other in running if other.startswith(name)):
-        with contextlib.suppress(errors.RoleNotFoundError):
-            # Deleting the target of a colocated role deletes that role too.
-            scheduler.delete_workers(each)
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    """Provide the gate by which this test holds an engine."""
-    made = Gate(tmp_path)
-    yield made
-    made.open()
-
-
-@pytest.fixture
-def own_processes(scheduler: Scheduler) -> None:
-    """Skip the test if workers are not separate processes."""
-    if scheduler.shares_process:
-        pytest.skip("the workers share the script's process")
-
-
-def _is_stopped(scheduler: Scheduler, worker_id: str) -> bool:
-    return not asyncio.run(scheduler.check_health(worker_id)).answered
-
-
-# --- the suite ------------------------------------------------------------------------------------
 
 _DRIVER = """
 import asyncio, base64, json, pickle, sys
@@ -147,6 +81,10 @@ if __name__ == "__main__":
     print(json.dumps({"pids": pids, "has_torch": "torch" in sys.modules}), flush=True)
     sys.stdin.read()
 """
+
+
+def _is_stopped(scheduler: Scheduler, worker_id: str) -> bool:
+    return not asyncio.run(scheduler.check_health(worker_id)).answered
 
 
 class TestSchedulerContract:

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from helmsman.api.batch import Batch, PerPart
+from helmsman.api.batch import Batch
 from helmsman.api.columns import Column, Ragged, same
 from helmsman.api.errors import BackendNotInstalledError
+from helmsman.api.parts import PerPart
 from tests.api.columns import QUICK, ROWS, lists, raggeds, tensors
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import helmsman
 from helmsman.api.scheduler import Job, Scheduler, Timeouts
-from helmsman.testing.contract import (
+from helmsman.testing.contract_fixtures import (
     engine,
     gate,
     own_processes,

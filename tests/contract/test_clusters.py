@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.batch import Batch, PerPart
+from helmsman.api.batch import Batch
 from helmsman.api.dispatch import Replicate, Shard
+from helmsman.api.parts import PerPart
 from helmsman.api.remote_batch import RemoteBatch
 from helmsman.api.scheduler import ResultHandle, Scheduler, WorkerState
 from helmsman.api.worker_group import ClusterConfig

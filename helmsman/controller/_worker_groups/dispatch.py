@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman.api.batch import Batch, Remainder, part_sizes
+from helmsman.api.batch import Batch
 from helmsman.api.columns import Ragged, concat_columns, kind_of
 from helmsman.api.dispatch import (
     AxisSharding,
@@ -26,6 +26,7 @@ from helmsman.api.dispatch import (
     Shard,
 )
 from helmsman.api.errors import DispatchError, UnevenBatchError
+from helmsman.api.parts import Remainder, part_sizes
 from helmsman.api.remote_batch import Piece, RemoteBatch
 from helmsman.api.scheduler import ResultHandle, Scheduler
 from helmsman.api.topology import AXES, Axis, Topology

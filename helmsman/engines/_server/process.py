@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import http.client
+import json
 import os
 import random
 import shlex
@@ -14,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from helmsman.api import process_guard
-from helmsman.api.errors import ServerStartError
+from helmsman.api.errors import ServerRequestError, ServerStartError
 
 _TAIL_CHUNKS = 64
 _CHUNK_BYTES = 4096
@@ -220,6 +222,29 @@ def get(address: str, route: str, headers: Mapping[str, str], limit_s: float) ->
         return response.status, response.read()
     finally:
         connection.close()
+
+
+def served_model(address: str, headers: Mapping[str, str], limit_s: float) -> dict[str, Any]:
+    """Return the server's description of its model.
+
+    Raises ServerRequestError for an unusable answer, and the errors of ``get``.
+    """
+    route = "/v1/models"
+    status, answer = get(address, route, headers, limit_s)
+    model: Any = None
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        model = json.loads(answer)["data"][0]
+    if status != 200 or not isinstance(model, dict) or "id" not in model:
+        raise ServerRequestError(
+            address=address,
+            route=route,
+            status=status,
+            answer=answer.decode(errors="replace")[:2000],
+            expected="200 with its models",
+            step="Check that the server matches ServerConfig.dialect, and that no other program "
+            "listens there",
+        )
+    return model
 
 
 def _probe(address: str, route: str, headers: Mapping[str, str], limit_s: float) -> str:

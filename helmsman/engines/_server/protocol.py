@@ -106,6 +106,19 @@ class Stats(NamedTuple):
     num_waiting: str
     kv_cache_usage: str
 
+    def values_in(self, metrics: str) -> dict[str, float]:
+        """Return the values in the text of a server's metrics, by the names of these fields."""
+        return {ours: _gauge(metrics, theirs) for ours, theirs in self._asdict().items()}
+
+
+def _gauge(metrics: str, name: str) -> float:
+    values = [
+        line.rsplit(" ", 1)[1]
+        for line in metrics.splitlines()
+        if line.startswith((f"{name}{{", f"{name} "))
+    ]
+    return sum(map(float, values))
+
 
 class Dialect(Protocol):
     """Command, requests and answers of one kind of server. Stateless."""

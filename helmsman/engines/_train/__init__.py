@@ -1,1 +1,1 @@
-"""Parts of the training engine: meshes, packing, attention, chunked log-probabilities."""
+"""Parts of the training engine: meshes, passes, packing, attention, chunked log-probabilities."""

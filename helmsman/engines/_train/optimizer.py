@@ -1,13 +1,19 @@
-"""AdamW (arXiv:1711.05101) by torch's fused kernel, with moments that may be kept in bfloat16."""
+"""The optimizer step: AdamW (arXiv:1711.05101) by torch's fused kernel, and bfloat16 moments."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from helmsman.engines._models.model import resolve_dtype
+from helmsman.engines._train.offload import HostMemory
+from helmsman.engines._train.parallel import clip_gradients
+from helmsman.engines.train_config import TrainConfig
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _CHUNK_BYTES = 256 << 20
@@ -50,6 +56,45 @@ class FusedAdamW(torch.optim.AdamW):
         for parameter in parameters:
             state = self.state[parameter]
             state.update({key: state[key].to(dtype) for key in _MOMENTS if key in state})
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> FusedAdamW:
+    return FusedAdamW(
+        model.parameters(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        moments_dtype=resolve_dtype(config.moments_dtype),
+    )
+
+
+def take_step(
+    model: nn.Module,
+    optimizer: FusedAdamW,
+    config: TrainConfig,
+    memory: HostMemory,
+    num_steps: int,
+) -> tuple[float, float]:
+    """Clip the gradients, take the step after ``num_steps`` others, and free the gradients.
+
+    Returns the norm of the gradient before clipping, and the learning rate. Raises
+    FloatingPointError if the gradient is not finite; weights and optimizer are unchanged. A
+    collective.
+    """
+    grad_norm = clip_gradients(model.parameters(), config.max_grad_norm)
+    if not math.isfinite(grad_norm):
+        optimizer.zero_grad(set_to_none=True)
+        raise FloatingPointError(
+            f"the gradient's norm is {grad_norm} at step {num_steps}; no step was taken"
+        )
+    lr = config.lr * min(1.0, (num_steps + 1) / max(1, config.num_warmup_steps))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    with memory.optimizer_present(optimizer):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm, lr
 
 
 def _chunks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -27,8 +27,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from helmsman.api.errors import ParallelLayoutError
+from helmsman.engines._models.distributed import environment_int
 from helmsman.engines._models.model import decoder_layers
 from helmsman.engines._train.parallel_plan import TensorPlan
+from helmsman.engines.train_config import TrainConfig
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +86,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def shard_size(self) -> int:
         """Ranks over which FSDP shards a copy of the parameters."""
         return self.world_size // self.tensor_size // self.num_replicas
+
+
+def layout_of(config: TrainConfig) -> Layout:
+    """Return this rank's coordinates: of its process group, or else by RANK and WORLD_SIZE."""
+    is_there = dist.is_initialized()
+    return Layout(
+        rank=dist.get_rank() if is_there else environment_int("RANK", 0),
+        world_size=dist.get_world_size() if is_there else environment_int("WORLD_SIZE", 1),
+        tensor_size=config.tensor_parallel_size,
+        context_size=config.context_parallel_size,
+        num_replicas=config.data_parallel_replicas,
+    )
 
 
 class ParallelMesh:

@@ -109,7 +109,8 @@ def build(model: str | dict[str, Any], **fields: Any) -> FSDPTrainEngine:
 
 def limits_s(engine: FSDPTrainEngine) -> set[float]:
     """How long collectives of an engine's groups wait."""
-    mesh = engine._built_mesh()
+    mesh = engine._mesh
+    assert mesh is not None
     groups = [
         *mesh.data.get_all_groups(),
         mesh.tensor and mesh.tensor.get_group(),

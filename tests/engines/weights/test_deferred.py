@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from helmsman.engines import train
+from helmsman.engines._train import sharded_model
 from helmsman.engines._weights.deferred import defer_model
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
@@ -62,7 +62,7 @@ def test_deferred_equals_whole(
 ) -> None:
     model_of(config).save_pretrained(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "build_model", refuse)
+        patch.setattr(sharded_model, "build_model", refuse)
         deferred = make(model=str(tmp_path), offload=offload)
     exported = deferred.export_weights()
     saved = load_file(tmp_path / "model.safetensors")
@@ -70,7 +70,7 @@ def test_deferred_equals_whole(
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "defer_model", lambda *_, **__: None)
+        patch.setattr(sharded_model, "defer_model", lambda *_, **__: None)
         whole = make(model=str(tmp_path), offload=offload)
     for one, other in zip(deferred.forward(SAMPLES), whole.forward(SAMPLES), strict=True):
         assert torch.equal(one, other)
@@ -82,10 +82,10 @@ def test_deferred_draws_a_value_head(
 ) -> None:
     model_of(LLAMA).save_pretrained(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "build_model", refuse)
+        patch.setattr(sharded_model, "build_model", refuse)
         deferred = make(model=str(tmp_path), head="value", seed=5)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "defer_model", lambda *_, **__: None)
+        patch.setattr(sharded_model, "defer_model", lambda *_, **__: None)
         whole = make(model=str(tmp_path), head="value", seed=5)
     one, other = deferred.export_weights(), whole.export_weights()
     assert one is not None
