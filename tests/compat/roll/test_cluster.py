@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "inline": {},
-    "local": {"preload": ()},
+    "local": {},
     "ray": {"address": "local"},
 }
 
