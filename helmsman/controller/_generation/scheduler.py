@@ -12,13 +12,14 @@ import collections
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from helmsman.api.errors import HelmsmanError, InstanceLostError
+from helmsman.api.errors import HelmsmanError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.run_state import RequestSnapshot, RolloutSnapshot
 from helmsman.controller._generation.health import Health
+from helmsman.controller._generation.recall import abort_running, have_ended, recall_running
 from helmsman.controller._generation.request import Instance, RequestOptions, RequestState, Ticket
 from helmsman.controller._generation.request_lifecycle import Backend, RequestFlow
 from helmsman.controller._generation.retries import RetryPolicy
@@ -192,7 +193,7 @@ class GenerateScheduler:
                 running.setdefault(ticket.instance, []).append(ticket)
             else:
                 self._flow.end_aborted(ticket, None)
-        await self._tell_all(running)
+        await abort_running(self._flow, running)
         self._flow.pump()
         return len(chosen)
 
@@ -204,31 +205,6 @@ class GenerateScheduler:
             for request_id in dict.fromkeys(request_ids)
             if request_id in self._flow.open
         ]
-
-    async def _tell_all(self, running: Mapping[Instance, Sequence[Ticket]]) -> None:
-        """Abort these requests at their instances; ignore lost ones, whose loss ends requests."""
-        outcomes = await asyncio.gather(
-            *(self._tell(*each) for each in running.items()), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, InstanceLostError):
-                raise outcome
-
-    async def _tell(self, instance: Instance, tickets: Sequence[Ticket]) -> None:
-        """Abort requests at an instance; return when it replies or has none of them left.
-
-        The second condition is for a dead instance, which may never reply.
-        """
-        call = self._flow.abort_at(instance, tickets)
-        left = asyncio.ensure_future(
-            self._flow.until(lambda: all(ticket.instance is not instance for ticket in tickets))
-        )
-        try:
-            await asyncio.wait([call, left], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            left.cancel()
-        if call.done():
-            call.result()
 
     def suspend(self, by: str = "") -> None:
         """Start no further request until resume; running requests continue, submission stays open.
@@ -265,9 +241,7 @@ class GenerateScheduler:
 
     async def wait_ended(self) -> None:
         """Wait until all attempts that run now have ended or been returned, but no later ones."""
-        await self._flow.until(
-            _have_ended([each for each in self._flow.open.values() if each.is_running])
-        )
+        await self._flow.until(have_ended(self._flow.open.values()))
 
     async def take_back(self) -> None:
         """Recall all requests that run now, and wait until the instances have returned them.
@@ -282,30 +256,9 @@ class GenerateScheduler:
         Raises:
             Exception: The error of an instance that failed to recall; a lost instance raises none.
         """
-        have_ended = _have_ended(
-            [
-                ticket
-                for tickets in self._running_at(self.instances.values()).values()
-                for ticket in tickets
-            ]
-        )
-        await self._recall(self.instances.values())
-        await self._flow.until(have_ended)
-
-    async def _recall(self, instances: Iterable[Instance]) -> None:
-        running = self._running_at(instances)
-        for tickets in running.values():
-            for ticket in tickets:
-                ticket.is_recalled = True
-        await self._tell_all(running)
-
-    @staticmethod
-    def _running_at(instances: Iterable[Instance]) -> dict[Instance, list[Ticket]]:
-        running = {
-            instance: [ticket for ticket in instance.tickets if ticket.is_running]
-            for instance in instances
-        }
-        return {instance: tickets for instance, tickets in running.items() if tickets}
+        ended = have_ended(self._flow.open.values())
+        await recall_running(self._flow, self.instances.values())
+        await self._flow.until(ended)
 
     # --- instances --------------------------------------------------------------------------------
 
@@ -414,12 +367,13 @@ class GenerateScheduler:
 
         The requests continue elsewhere with their partial tokens. Removed instances are ignored.
         """
-        await self._recall(
+        await recall_running(
+            self._flow,
             [
                 self.instances[instance_id]
                 for instance_id in instance_ids
                 if instance_id in self.instances
-            ]
+            ],
         )
 
     def remove(self, instance_id: str) -> None:
@@ -520,20 +474,3 @@ class GenerateScheduler:
             if ticket.is_running and ticket.instance is not None:
                 found.setdefault(ticket.instance.instance_id, []).append(ticket.request_id)
         return found
-
-
-def _have_ended(tickets: Iterable[Ticket]) -> Callable[[], bool]:
-    """Return a predicate: whether the current attempts of these tickets have ended.
-
-    It is polled often, so all its calls together look at each ticket about once.
-    """
-    attempts = [(ticket, ticket.num_attempts) for ticket in tickets]
-
-    def have_ended() -> bool:
-        while attempts and not (
-            attempts[-1][0].is_running and attempts[-1][0].num_attempts == attempts[-1][1]
-        ):
-            attempts.pop()
-        return not attempts
-
-    return have_ended
