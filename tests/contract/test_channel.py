@@ -151,7 +151,7 @@ def test_channel_not_restored_fails_worker(
     waiting = own.begin("wait", *gate.files)
     gate.wait_started()
     channel, sock = _channel(own), _socket(own)
-    channel._connect = refused
+    channel._connector.connect = refused
     _on_loop(channel._drop, sock)
     with pytest.raises(
         errors.WorkerFailedError,

@@ -108,6 +108,23 @@ class Transport(abc.ABC):
         """Kill the worker's process and wait until it has ended. Idempotent."""
 
 
+class WorkerProcess(Protocol):
+    """The process behind a channel; the methods are those of Transport."""
+
+    async def ending(self, lost_because: str) -> Ending:
+        """Return how the process ended.
+
+        A process that is still running after its channel was given up is killed; ``lost_because``
+        is then the cause.
+        """
+
+    async def observe(self, limit_s: float) -> bytes: ...
+
+    async def wait_ended(self, limit_s: float) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
 def split_returncode(status: int | None) -> tuple[int | None, int | None]:
     """(exit code, signal) of a subprocess.Popen.returncode; both None if that is None."""
     if status is None:

@@ -7,53 +7,44 @@ import contextlib
 import functools
 import logging
 import os
-import secrets
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Protocol
 
 import msgspec
 
 from helmsman.api.errors import ProtocolError, WorkerBacklogError
 from helmsman.controller._aio.event_loop import Deadline, run_in_executor, threads_awaited
-from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
+from helmsman.controller._transport.base import (
+    Awaited,
+    Ending,
+    Transport,
+    TransportLostError,
+    WorkerProcess,
+)
+from helmsman.controller._transport.connector import Connect, Connector
 from helmsman.rpc_server._server.channel import can_carry
 from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.memory import populate
 from helmsman.rpc_server._wire.messages import Reply
 from helmsman.rpc_server._wire.segments import ShmSegment
-from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream
-from helmsman.rpc_server._wire.wire import (
-    HELLO,
-    LENGTH_BYTES,
-    WELCOME,
-    FrameReader,
-    Outgoing,
-    Session,
-    decode_reply,
-    from_wire,
-    pack_length,
-    unpack_length,
-)
+from helmsman.rpc_server._wire.stream import WOULD_BLOCK
+from helmsman.rpc_server._wire.wire import FrameReader, Outgoing, Session, decode_reply, from_wire
 
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 30.0
 """Longest attempt to reconnect to a live worker before it is given up."""
 
-_GREET_S = 5.0
 _EXIT_S = 1.0
 """Longest wait for a killed process to exit. Its forked children may hold the connection longer."""
 _RECONNECT_PAUSE_S = 0.05
 _READ_BYTES = 1 << 18
 _IN_THREAD_BYTES = 1 << 20
 """From this size on, arguments are packed and the pages of a result mapped off the event loop."""
-
-Connect = Callable[[], Awaitable[socket.socket]]
-"""Opens an authenticated connection, plain or TLS. Raises OSError or ProtocolError."""
 
 
 @functools.cache
@@ -77,23 +68,6 @@ class SidePath(Protocol):
 
     async def fetch(self, request_id: int) -> Payload:
         """Fetch the result of a request whose reply came without it."""
-
-
-class WorkerProcess(Protocol):
-    """The process behind a channel; the methods are those of Transport."""
-
-    async def ending(self, lost_because: str) -> Ending:
-        """Return how the process ended.
-
-        A process that is still running after its channel was given up is killed; ``lost_because``
-        is then the cause.
-        """
-
-    async def observe(self, limit_s: float) -> bytes: ...
-
-    async def wait_ended(self, limit_s: float) -> None: ...
-
-    async def kill(self) -> None: ...
 
 
 class Channel(Transport):
@@ -126,10 +100,8 @@ class Channel(Transport):
         self.is_open = True
         """Whether requests may still be answered; remains True during a reconnection."""
         self._worker_id = worker_id
-        self._connect = connect
+        self._connector = Connector(connect)
         self._side_path = side_path
-        self._token = secrets.token_bytes(16)
-        self._num_attempts = 0
         self._session = Session()
         self._awaited: dict[int, Awaited] = {}
         self._socket: socket.socket | None = None
@@ -161,7 +133,7 @@ class Channel(Transport):
             OSError: The connection failed.
             ProtocolError: Authentication or the handshake failed.
         """
-        sock, _ = await self._greet()
+        sock, _ = await self._connector.open(self._session.num_received)
         self._attach(sock)
 
     def close(self, reason: str = "") -> None:
@@ -214,30 +186,6 @@ class Channel(Transport):
             log.warning("%s: replacing its connection: it runs but does not reply", self._worker_id)
             self._drop(self._socket)
 
-    async def _greet(self) -> tuple[socket.socket, int]:
-        """Connect; returns the socket and the number of messages that the worker has received.
-
-        Raises OSError or ProtocolError.
-        """
-        hello = HELLO.pack(self._token, self._num_attempts, self._session.num_received)
-        self._num_attempts += 1
-        stream = Stream(await self._connect())
-        try:
-            async with asyncio.timeout(_GREET_S):
-                stream.write(pack_length(HELLO.size) + hello)
-                welcome = await stream.read(unpack_length(await stream.read(LENGTH_BYTES)))
-            if len(welcome) != WELCOME.size:
-                raise ProtocolError(
-                    f"the worker's first message has {len(welcome)} bytes, expected {WELCOME.size}"
-                )
-        except EOFError as error:
-            stream.close()
-            raise ConnectionResetError("the worker closed the connection immediately") from error
-        except BaseException:
-            stream.close()
-            raise
-        return stream.detach(), WELCOME.unpack(welcome)[0]
-
     def _attach(self, sock: socket.socket) -> None:
         self._socket, self._reader, self._heard_at = sock, FrameReader(), time.monotonic()
         self._loop.add_reader(sock, self._read)
@@ -263,7 +211,7 @@ class Channel(Transport):
         while not deadline.passed:
             try:
                 async with asyncio.timeout(deadline.remaining_s):
-                    sock, num_received = await self._greet()
+                    sock, num_received = await self._connector.open(self._session.num_received)
             except (OSError, ProtocolError) as error:
                 reason = f": {error}"
                 if self.shares_memory and isinstance(

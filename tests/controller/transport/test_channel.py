@@ -19,6 +19,7 @@ from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import run_async
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport import channel as channel_module
+from helmsman.controller._transport import connector as connector_module
 from helmsman.controller._transport import health as health_module
 from helmsman.controller._transport.base import TransportLostError
 from helmsman.controller._transport.channel import Channel
@@ -235,7 +236,7 @@ async def test_channel_late_attempt_to_connect(
         channel._drop(sock)
     await _call(channel, 50, tmp_path / "target")
     late = Stream(await connect(worker.address, worker.key, LIMIT_S))
-    late.write(pack_length(HELLO.size) + HELLO.pack(channel._token, attempt, 1))
+    late.write(pack_length(HELLO.size) + HELLO.pack(channel._connector.token, attempt, 1))
     with pytest.raises(EOFError):
         await asyncio.wait_for(late.read(1), LIMIT_S)
     late.close()
@@ -249,7 +250,7 @@ async def test_channel_attempts_read_late(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(channel_module, "_GREET_S", 0.05)
+    monkeypatch.setattr(connector_module, "_GREET_S", 0.05)
     worker = make_worker("unix")
     connections = Connections(worker)
     channel = await connections.channel()
