@@ -231,7 +231,7 @@ def test_timeout_worker_dies_at_limit(own: tuple[Engine, int], gate: Gate) -> No
     client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     stop(pid)
     future = engine.begin("wait", *gate.files, timeout=0.5)
-    wait_until(lambda: client.overdue or future.done(), "the limit is over")
+    wait_until(lambda: client.late.overdue or future.done(), "the limit is over")
     os.kill(pid, signal.SIGKILL)
     with pytest.raises((errors.CallTimeoutError, errors.WorkerFailedError)) as caught:
         future.result(timeout=LIMIT_S)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api import errors
-from helmsman.api.fan_out import Fanout, lead_of
+from helmsman.api.fan_out import lead_of
 from helmsman.api.scheduler import (
     PreemptionNotice,
     ResultHandle,
@@ -30,7 +30,6 @@ from helmsman.controller._aio.event_loop import (
     background_loop,
     forbid_blocking,
     mailbox_of,
-    run_in_executor,
     run_on_loop,
 )
 from helmsman.controller._node.activity import NO_RUN, CallAccount
@@ -38,7 +37,8 @@ from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
 from helmsman.controller._transport.kept_calls import KeptCalls
-from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
+from helmsman.controller._transport.late_calls import LateCalls
+from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing
 
@@ -46,17 +46,12 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_WITHDRAWAL_S = 0.1
-"""Longest wait for the withdrawal of a queued call, so that its timeout error can report it."""
 _CAUSE_S = 1.8
 """Longest wait of a failed call for the cause of its worker's end."""
 _UNKNOWN_YET = Ending(
     f"has ended; its node did not report the cause within {_CAUSE_S:g} s. The log shows it when "
     "it arrives"
 )
-_LATE_ANSWER_S = 60.0
-"""Limit for a worker to withdraw or locate a late call; the caller does not wait for it."""
-
 request_ids = itertools.count(1)
 """Unique in this process, so that several workers can be sent the same request."""
 
@@ -92,15 +87,11 @@ class WorkerClient:
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
         """Unanswered engine work, by request id."""
-        self.overdue: set[int] = set()
-        """Ids of timed-out requests that are still unanswered."""
+        self.late = LateCalls(worker_id, log_path, self.control, self.in_background)
         self.unanswered: dict[int, float] = {}
         """Start times of health requests that an observation has replaced, by request id. They do
         not make the worker OVERDUE.
         """
-        self._to_locate: list[int] = []
-        self._locating: asyncio.Task[dict[int, CallState]] | None = None
-        """The pending INSPECT request for all of ``_to_locate``, until it is sent."""
         self._background: set[asyncio.Task[Any]] = set()
         """Strong references, since the event loop holds tasks only weakly."""
         self._ending: Ending | None = None
@@ -166,7 +157,7 @@ class WorkerClient:
             return WorkerState.STOPPED
         if self._ending is not None:
             return WorkerState.FAILED
-        return WorkerState.OVERDUE if self.overdue else WorkerState.READY
+        return WorkerState.OVERDUE if self.late.overdue else WorkerState.READY
 
     async def shut_down(self, limit_s: float) -> None:
         """Ask the process to end, and wait for it."""
@@ -192,7 +183,7 @@ class WorkerClient:
         call = self.in_flight.pop(request_id, None)
         if call is not None and call.account is not None:
             call.account.ended(call.slot, request_id, call.started, ok)
-        self.overdue.discard(request_id)
+        self.late.overdue.discard(request_id)
         self.unanswered.pop(request_id, None)
 
     def forget_result(self, request: Request, payload: Payload) -> None:
@@ -200,15 +191,11 @@ class WorkerClient:
         if isinstance(kept, ResultHandle):
             self.in_background(self._release(kept))
 
-    def engine_of(self, request: Request) -> str | None:
-        return (
-            self.worker_id
-            if request.engine_name is None and request.verb is Verb.CALL
-            else request.engine_name
-        )
-
-    def name_of(self, request: Request) -> str:
-        return dotted(self.engine_of(request), request.method or request.verb.value)
+    def named(self, request: Request) -> Request:
+        """Return a request with the name of its engine; a call's default is the worker's id."""
+        if request.engine_name is None and request.verb is Verb.CALL:
+            return msgspec.structs.replace(request, engine_name=self.worker_id)
+        return request
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(work)
@@ -219,99 +206,6 @@ class WorkerClient:
     async def _release(self, handle: ResultHandle) -> None:
         with contextlib.suppress(errors.CallError):  # of a worker that has ended, or hangs
             await self.control(Verb.RELEASE, handle.id)
-
-    async def locate(self, request_id: int, limit_s: float) -> CallState | None:
-        """Ask the worker for the state of a call; None without a reply in time.
-
-        Calls located at the same time share one request.
-        """
-        self._to_locate.append(request_id)
-        if self._locating is None:
-            self._locating = asyncio.ensure_future(self._locate_all(limit_s))
-        found = await asyncio.shield(self._locating)
-        return found.get(request_id)
-
-    async def _locate_all(self, limit_s: float) -> dict[int, CallState]:
-        await asyncio.sleep(0)  # collects the calls that become late at the same time
-        request_ids, self._to_locate, self._locating = self._to_locate, [], None
-        try:
-            found: dict[int, CallState] = await self.control(
-                Verb.INSPECT, request_ids, limit_s=limit_s
-            )
-        except errors.CallError:  # the timeout errors are raised without the calls' states
-            return {}
-        return found
-
-    async def timed_out(
-        self,
-        request: Request,
-        elapsed_s: float,
-        limit_s: float,
-        source: str,
-        seen: CallState | None,
-        *,
-        may_withdraw: bool,
-    ) -> errors.CallTimeoutError:
-        """Build the error of a timed-out call.
-
-        A call that has not begun is withdrawn if ``may_withdraw``, and the error waits briefly for
-        that. ``source`` names the setting of the limit; ``seen`` is the result of ``locate``.
-        """
-        state, stack = "it did not reply within the limit", ""
-        if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
-            if seen is None:
-                state = "the state of the call is unknown; it is logged once the worker reports it"
-            if may_withdraw or seen is None:
-                found = self.in_background(
-                    self._follow(
-                        request, elapsed_s, is_seen=seen is not None, may_withdraw=may_withdraw
-                    )
-                )
-                if seen is not None and seen.state != "running":
-                    await asyncio.wait([found], timeout=_WITHDRAWAL_S)
-                    seen = found.result() or seen if found.done() else seen
-        if seen is not None:
-            state, stack = seen.describe(may_withdraw=may_withdraw), seen.stack
-        return errors.CallTimeoutError(
-            worker_id=self.worker_id,
-            engine_name=self.engine_of(request),
-            method=request.method or request.verb.value,
-            elapsed_s=elapsed_s,
-            limit_s=limit_s,
-            limit_source=source,
-            worker_alive=seen is not None,
-            state=state,
-            stack=stack,
-            log_path=self.log_path,
-        )
-
-    async def _follow(
-        self, request: Request, elapsed_s: float, *, is_seen: bool, may_withdraw: bool
-    ) -> CallState | None:
-        """Withdraw or locate a late call; log its state if the error could not report it.
-
-        Returns None without a reply.
-        """
-        call: CallState | None = None
-        with contextlib.suppress(errors.CallError):
-            if may_withdraw:
-                call = await self.control(Verb.CANCEL, request.id, limit_s=_LATE_ANSWER_S)
-            else:
-                call = await self.locate(request.id, _LATE_ANSWER_S)
-        if call is not None and call.state == "withdrawn":
-            self.overdue.discard(request.id)
-        if call is not None and not is_seen:
-            place = call.describe(may_withdraw=may_withdraw)
-            stack = f"; its engine thread is at:\n{call.stack}" if call.stack else ""
-            log.warning(
-                "%s: %s timed out after %.2f s: %s%s",
-                self.worker_id,
-                self.name_of(request),
-                elapsed_s,
-                place,
-                stack,
-            )
-        return call
 
     async def failed(self, request: Request) -> errors.WorkerFailedError:
         """Build the error of a request whose worker has died."""
@@ -327,7 +221,7 @@ class WorkerClient:
         running, running_s = self._ran_at_end
         return errors.WorkerFailedError(
             worker_id=self.worker_id,
-            engine_name=self.engine_of(request),
+            engine_name=self.named(request).engine_name,
             method=request.method or request.verb.value,
             node=self.node,
             pid=self.pid,
@@ -402,13 +296,11 @@ class PendingCall(abc.ABC):
 
     @property
     def name(self) -> str:
-        return self._client.name_of(self._outgoing.request)
+        return dotted(self._client.named(self._outgoing.request).engine_name, self.method)
 
     def keep_in(self, kept: KeptCalls) -> None:
         """Keep the call's arguments for a replay."""
-        request = self._outgoing.request
-        if request.engine_name is None:
-            request = msgspec.structs.replace(request, engine_name=self._client.worker_id)
+        request = self._client.named(self._outgoing.request)
         kept.keep(self._client.worker_id, request, self._outgoing.payload)
 
     @property
@@ -452,7 +344,7 @@ class PendingCall(abc.ABC):
             self._client.in_background(self._inquire(lead_s))
 
     async def _inquire(self, lead_s: float) -> None:
-        self._seen = await self._client.locate(self._outgoing.request.id, max(lead_s, 0.001))
+        self._seen = await self._client.late.locate(self._outgoing.request.id, max(lead_s, 0.001))
 
     def give_up(self, limit_s: float, source: str) -> None:
         """Fail a late call.
@@ -463,7 +355,7 @@ class PendingCall(abc.ABC):
         if self._is_lost:
             return
         self._given_up = True
-        self._client.overdue.add(self._outgoing.request.id)
+        self._client.late.overdue.add(self._outgoing.request.id)
         self._client.in_background(self._on_timeout(limit_s, source))
 
     def withdraw(self) -> None:
@@ -478,8 +370,8 @@ class PendingCall(abc.ABC):
 
     async def _on_timeout(self, limit_s: float, source: str) -> None:
         elapsed_s = time.monotonic() - self.started
-        error = await self._client.timed_out(
-            self._outgoing.request,
+        error = await self._client.late.error_of(
+            self._client.named(self._outgoing.request),
             elapsed_s,
             limit_s,
             source,
@@ -534,54 +426,6 @@ class _AwaitedCall(PendingCall):
         if not self.is_abandoned:
             self.error = error
             self._on_filled()
-
-
-class GroupPendingCall(PendingCall):
-    """One request of a group, which enforces a common deadline."""
-
-    __slots__ = ("_group", "_is_answered", "_worker_id")
-
-    def __init__(
-        self, client: WorkerClient, outgoing: Outgoing, group: Fanout, worker_id: str
-    ) -> None:
-        self._group = group
-        self._is_answered = False
-        self._worker_id = worker_id  # with colocation the client has the target role's id
-        group.pending[worker_id] = self
-        super().__init__(client, outgoing, group.started)
-
-    def cancel(self) -> None:
-        """The caller no longer waits; a sent request continues."""
-
-    def _succeeded(self, payload: Payload) -> bool:
-        if is_plain(payload):
-            self._group.succeeded(self._worker_id, decode(payload))
-        else:
-            self._is_answered = True
-            self._client.in_background(self._decode(payload))
-        return True
-
-    async def _decode(self, payload: Payload) -> None:
-        """Unpickle a result off the loop, since it may be large and import modules."""
-        try:
-            value = await run_in_executor(decode, payload)
-        except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
-            self._group.failed(self._worker_id, error)
-        else:
-            self._group.succeeded(self._worker_id, value)
-
-    def give_up(self, limit_s: float, source: str) -> None:
-        if not self._is_answered:
-            # A rank that has begun its call, or may have, could wait for this one in a collective.
-            group = self._group
-            is_safe = len(group.pending) == 1 or all(
-                call.is_waiting for call in group.pending.values()
-            )
-            self._may_withdraw = is_safe and not group.results
-            super().give_up(limit_s, source)
-
-    def _fail(self, error: Exception) -> None:
-        self._group.failed(self._worker_id, error)
 
 
 def wait_for_reply(
