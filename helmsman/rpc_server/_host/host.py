@@ -19,11 +19,9 @@ from typing import Any
 import msgspec
 
 from helmsman.api import errors
-from helmsman.api.engines import InferenceEngine
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
-from helmsman.api.suggestions import nearest
 from helmsman.api.workers import InstanceNodes, WorkerContext, within
 from helmsman.rpc_server._host import connectivity
 from helmsman.rpc_server._host.call_states import CallStates
@@ -34,16 +32,12 @@ from helmsman.rpc_server._host.engine_calls import (
     is_pending,
     settled,
 )
+from helmsman.rpc_server._host.engine_registry import EngineRegistry
 from helmsman.rpc_server._host.examination import examine
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.journal import Journal
-from helmsman.rpc_server._host.threads import (
-    EngineLoop,
-    EngineThread,
-    all_stacks,
-)
-from helmsman.rpc_server._process.command import CommandEngine
+from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, all_stacks
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.recorder import CallLog, Recorder, read_files
@@ -60,10 +54,6 @@ from helmsman.rpc_server._wire.remote_errors import remote_error
 from helmsman.rpc_server.ports import PortLeases
 
 ReplyFn = Callable[[Reply, Payload], None]
-
-_PROPERTIES = property, functools.cached_property
-DESTROY_S = 30.0
-"""Longest wait in seconds for an engine's async ``destroy``; the engine thread then continues."""
 
 
 class EngineHost:
@@ -108,16 +98,14 @@ class EngineHost:
             f"{identity.worker_id} async",
             CallLog(self._recorder, pulse.loop_call, is_serial=False) if pulse else None,
         )
-        self._engines: dict[str, Any] = {}
-        self._creating: set[str] = set()
         self._call_states = CallStates(self.engine_thread, self._loop)
-        self._lock = threading.Lock()
         self._ports = PortLeases()
         # Without seeding this is the driver's own process.
         self._environment = Environment("node" if seeding else "driver")
         self._listener = connectivity.Listener()
         self._faults = Faults()
         self._journal = Journal(identity, title_end, self._recorder)
+        self._engines = EngineRegistry(identity.worker_id, self._loop, self._journal.say)
         self._num_calls = 0
         self._is_closed = False
         self._pid = os.getpid()
@@ -159,7 +147,7 @@ class EngineHost:
             elif request.verb is Verb.DESTROY:
                 names = decode(payload)[0]
                 work = functools.partial(
-                    self._answer, request, reply, lambda: self._destroy_engines(names)
+                    self._answer, request, reply, lambda: self._engines.destroy(names)
                 )
                 self.engine_thread.submit(
                     request.id, "destroy", work, functools.partial(self._decline, request, reply)
@@ -285,7 +273,7 @@ class EngineHost:
             self._activity(),
             cpu_s=time.process_time(),
             rss_bytes=_resident_bytes(),
-            failed_engines=self._failed_engines(),
+            failed_engines=self._engines.failures(),
         )
 
     def _activity(self) -> WorkerHealth:
@@ -295,9 +283,7 @@ class EngineHost:
             worker_id=self.identity.worker_id,
             pid=os.getpid(),
             node=self.identity.node,
-            engines={
-                name: type(engine).__qualname__ for name, engine in list(self._engines.items())
-            },
+            engines=self._engines.types(),
             running=running.name if running else None,
             running_s=time.monotonic() - running.since if running else None,
             num_queued=len(self.engine_thread.waiting),
@@ -306,20 +292,6 @@ class EngineHost:
             ends_in_s=None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic()),
             failure=self._loop.failure,
         )
-
-    def _failed_engines(self) -> dict[str, str]:
-        failures = {}
-        for name, engine in list(self._engines.items()):
-            if not isinstance(engine, (InferenceEngine, CommandEngine)):
-                continue
-            try:
-                reason = engine.failure()
-            # Engine code may raise anything, and health must still be answered.
-            except Exception as error:  # noqa: BLE001
-                reason = f"{dotted(name, 'failure')} raised {type(error).__name__}: {error}"
-            if reason is not None:
-                failures[name] = str(reason)
-        return failures
 
     def _configure(self, config: WorkerConfig) -> None:
         self.set_environment(config.environment)
@@ -346,20 +318,10 @@ class EngineHost:
 
     def _begin_create(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
         name = str(request.engine_name)
-        with self._lock:
-            if name in self._engines or name in self._creating:
-                engine_type = (
-                    type(self._engines[name]).__qualname__
-                    if name in self._engines
-                    else "engine under construction"
-                )
-                raise errors.EngineExistsError(
-                    worker_id=self.identity.worker_id, engine_name=name, engine_type=engine_type
-                )
-            self._creating.add(name)
+        self._engines.claim(name)
 
         def withdrawn() -> None:
-            self._creating.discard(name)
+            self._engines.release(name)
             self._decline(request, reply)
 
         self.engine_thread.submit(
@@ -394,12 +356,13 @@ class EngineHost:
                 nodes=self._nodes,
             )
             with within(me):
-                self._engines[name] = self._run_engine_code(
+                made = self._run_engine_code(
                     request, lambda: construct(engine_type, spec.rank_info, args, named)
                 )
-            self._journal.created(name, self._engines[name])
+            self._engines.add(name, made)
+            self._journal.created(name, made)
         finally:
-            self._creating.discard(name)
+            self._engines.release(name)
 
     def _run_engine_code(self, request: Request, work: Callable[[], Any]) -> Any:
         """Run engine code; any exception becomes our error about the engine, with the traceback."""
@@ -430,41 +393,12 @@ class EngineHost:
             sys.stderr.flush()
             os._exit(1)
 
-    def _destroy_engines(self, names: list[str] | None) -> list[str]:
-        """Destroy engines, newest first, and return the failures.
-
-        A failure does not keep the other engines alive.
-        """
-        problems = []
-        for name, engine in reversed(list(self._engines.items())):
-            if names is not None and name not in names:
-                continue
-            try:
-                destroy = getattr(engine, "destroy", None)
-                result = destroy() if callable(destroy) else None
-                if inspect.isawaitable(result):
-                    done = threading.Event()
-                    self._loop.submit(
-                        None, dotted(name, "destroy"), functools.partial(_await_then, result, done)
-                    )
-                    if not done.wait(DESTROY_S):
-                        problems.append(
-                            f"{dotted(name, 'destroy')} did not end within {DESTROY_S:g} s; it "
-                            "continues in the background"
-                        )
-            # An engine's own clean-up may raise anything.
-            except BaseException as error:  # noqa: BLE001
-                problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
-            del self._engines[name]
-            self._journal.say("engine %s is destroyed", name)
-        return problems
-
     # --- calls ------------------------------------------------------------------------------------
 
     def _begin_call(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
         if request.engine_name is None:
             request = msgspec.structs.replace(request, engine_name=self.identity.worker_id)
-        engine, method = self._find(request)
+        engine, method = self._engines.find(request)
         name = dotted(request.engine_name, request.method)
         self._num_calls += 1
 
@@ -512,38 +446,6 @@ class EngineHost:
         else:
             self.engine_thread.submit(request.id, name, run, withdrawn)
 
-    def _find(self, request: Request) -> tuple[Any, Callable[..., Any]]:
-        worker_id, name = self.identity.worker_id, str(request.engine_name)
-        engine = self._engines.get(name)
-        if engine is None:
-            raise errors.EngineNotFoundError(
-                name=name, known=list(self._engines), where=f"worker {worker_id}"
-            )
-        method, reason = None, ""
-        if request.method.startswith("_"):
-            reason = "it is private"
-        elif isinstance(inspect.getattr_static(type(engine), request.method, None), _PROPERTIES):
-            # Its code must not run on this thread, which answers health requests.
-            reason = "it is a property"
-        else:
-            method = getattr(engine, request.method, None)
-            reason = "" if method is None else "it is not callable"
-        if not callable(method):
-            public = [
-                m
-                for m in dir(type(engine))
-                if not m.startswith("_") and callable(getattr(type(engine), m, None))
-            ]
-            raise errors.MethodNotFoundError(
-                worker_id=worker_id,
-                engine_name=name,
-                method=request.method,
-                engine_type=type(engine).__qualname__,
-                suggestions=nearest(request.method, public),
-                reason=reason,
-            )
-        return engine, method
-
     def _load(self, request: Request, payload: Payload) -> Any:
         """Unpack the arguments of a request, with handles replaced by their values."""
         try:
@@ -584,13 +486,6 @@ class EngineHost:
             else:
                 failure = remote_error(self.identity, request, error)
             self._fail(request, reply, failure)
-
-
-async def _await_then(awaitable: Any, done: threading.Event) -> None:
-    try:
-        await awaitable
-    finally:
-        done.set()
 
 
 def _resident_bytes() -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import EngineCallError
-from helmsman.rpc_server._host import host as host_module
+from helmsman.rpc_server._host import engine_registry
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
@@ -159,7 +159,7 @@ def test_close_begins_no_queued_call(asked: Asked, prefix: str) -> None:
     asked.begin(4, Verb.CALL, (("too late",), {}), f"{prefix}note")
     Blocking.released.release()
     assert Blocking.started.acquire(timeout=LIMIT_S), "the loop has begun a round with both calls"
-    engine = asked.host._engines["engine"]
+    engine, _ = asked.host._engines.find(Request(0, Verb.CALL, "engine", "note"))
     thread = asked.host.engine_thread.thread if not prefix else asked.host._loop.thread
     asked.host.close()
     Blocking.released.release()
@@ -183,7 +183,7 @@ def test_destroy_async_hangs(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> N
         async def destroy(self) -> None:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(host_module, "DESTROY_S", 0.05)
+    monkeypatch.setattr(engine_registry, "DESTROY_S", 0.05)
     asked.begin(2, Verb.CREATE_ENGINE, (Hanging, (), {}), engine="hanging")
     assert asked.answer(2) == (True, None)
     assert asked.ask(3, Verb.DESTROY, (["hanging"],)) == [
