@@ -7,8 +7,6 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-import io
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,14 +20,8 @@ MAX_DEPTH = 2
 library).
 """
 
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+FACADES = {"helmsman/api/scheduler.py", "helmsman/controller/_rollout/rollout_controller.py"}
+"""Modules that are mostly docstrings, which the API reference shows: they are not counted there."""
 
 NOT_OURS = {"tracker._fd"}
 """Private members of other libraries whose names occur in ours, too."""
@@ -98,30 +90,24 @@ def depth(name: str) -> int:
     )
 
 
-def code_lines(path: Path) -> int:
-    """Lines of a module without its docstrings, comments and blank lines."""
-    source = path.read_text()
-    docstrings = {
-        line
+def num_docstring_lines(source: str) -> int:
+    return sum(
+        (node.end_lineno or node.lineno) - node.lineno + 1
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+    )
 
 
 def test_modules_max_lines() -> None:
-    """A module has at most 500 lines; docstrings, comments and blank lines are not counted."""
-    long = {
-        str(path.relative_to(ROOT)): n for path in SOURCES if (n := code_lines(path)) > MAX_LINES
-    }
-    assert not long
+    """A reader sees a whole module, docstrings included, in at most 500 lines."""
+    lines = {}
+    for path in SOURCES:
+        source, name = path.read_text(), str(path.relative_to(ROOT))
+        facade = num_docstring_lines(source) if name in FACADES else 0
+        lines[name] = len(source.splitlines()) - facade
+    assert not {name: n for name, n in lines.items() if n > MAX_LINES}
 
 
 def test_examples_max_lines() -> None:
