@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
 import inspect
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,5 +83,27 @@ def run_page(page: Path) -> None:
             exec(compiled(snippet, code), names)
 
 
+def run_pages(pages: Sequence[Path]) -> None:
+    """Run each page in a process and a folder of its own.
+
+    The processes are forked from this one, which has imported torch: to import it takes seconds.
+    """
+    importlib.import_module("tests.docs.worlds")
+    failed = []
+    for page in pages:
+        sys.stdout.flush()
+        if not (pid := os.fork()):
+            folder = Path(page.stem)
+            folder.mkdir()
+            os.chdir(folder)
+            sys.path.insert(0, os.getcwd())
+            run_page(page)
+            return
+        if os.waitpid(pid, 0)[1]:
+            failed.append(page.name)
+    if failed:
+        sys.exit(f"these pages failed: {', '.join(failed)}")
+
+
 if __name__ == "__main__":
-    run_page(Path(sys.argv[1]))
+    run_pages([Path(each) for each in sys.argv[1:]])
