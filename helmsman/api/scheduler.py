@@ -499,17 +499,21 @@ class Scheduler(Closing):
         method: str,
         engine_name: str | None = None,
         timeout: float | None = None,
+        *,
+        all_or_none: bool = False,
     ) -> Fanout:
         """Begin a call of ``method`` on several workers; for use on Helmsman's own event loop.
 
-        A call that cannot begin is recorded as a failure of its worker and does not affect the
-        others. This default implementation uses async_call_engine.
+        A call that cannot begin is recorded as a failure of its worker. This default implementation
+        uses async_call_engine, which sends the others.
 
         Args:
             calls: Worker id -> the arguments of its call.
             method: Name of the method.
             engine_name: Name of the engine; each worker's id if None.
             timeout: Limit in seconds for every call; ``timeouts.call_s`` if None.
+            all_or_none: True sends no call if the arguments of one cannot be serialized, for
+                workers that would wait for each other.
 
         Returns:
             The pending calls.

@@ -275,6 +275,24 @@ def test_exception_message_truncated(engine: Engine) -> None:
     assert engine.call("add") == 1
 
 
+@pytest.mark.parametrize("grace_s", [2.0, None], ids=["ranks that wait", "independent workers"])
+def test_call_all_with_one_argument_that_cannot_be_sent(
+    scheduler: Scheduler, shared_workers: list[str], role: str, grace_s: float | None
+) -> None:
+    """Ranks that wait for each other are spared the call: the others would hang in a collective."""
+    first, second = shared_workers
+    scheduler.create_engines(shared_workers, Counter, role)
+    calls = {first: Call((1,)), second: Call((threading.Lock(),))}
+    with pytest.raises(errors.GroupCallError, match="add failed on 1 of 2 ranks") as caught:
+        run_sync(call_all(scheduler, "shared", "add", calls, engine_name=role, grace_s=grace_s))
+    assert f"{second}: {role}.add: the argument args[0] (a _thread.lock) cannot be sent" in str(
+        caught.value
+    )
+    assert "Nothing was sent" in str(caught.value)
+    num_sent = 1 if grace_s is None else 0
+    assert scheduler.call_engine(first, "add", role, 1) == num_sent + 1
+
+
 def test_call_engine_forgotten_engine_name(engine: Engine) -> None:
     expected = (
         r"call_engine: the argument engine_name is 2 \(of type int\), expected str \| None\. "

@@ -74,7 +74,8 @@ async def call_all(
         engine_name: Name of the engine in each worker; the worker's id when None.
         timeout: Limit in seconds for all calls; the scheduler's ``timeouts.call_s`` when None.
         grace_s: Seconds for which the other calls are awaited after the first failure, for ranks
-            that wait for each other. None awaits all calls, for independent workers.
+            that wait for each other; none is sent if one cannot be. None awaits all calls, for
+            independent workers.
         follow: Called with the calls once they have begun.
         release_peers: Called when other calls still run ``grace_s`` after the first failure. They
             are then awaited for ``grace_s`` again.
@@ -93,7 +94,7 @@ async def call_all(
             # In a thread, since it blocks.
             asyncio.get_running_loop().run_in_executor(None, release, scheduler, result)
 
-    work = scheduler.call_many(calls, method, engine_name, timeout)
+    work = scheduler.call_many(calls, method, engine_name, timeout, all_or_none=grace_s is not None)
     if follow is not None:
         follow(work)
     return await _gather(

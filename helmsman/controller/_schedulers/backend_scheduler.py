@@ -371,8 +371,10 @@ class BackendScheduler(Scheduler):
         method: str,
         engine_name: str | None = None,
         timeout: float | None = None,
+        *,
+        all_or_none: bool = False,
     ) -> Fanout:
-        return self._calls.call_many(calls, method, engine_name, timeout)
+        return self._calls.call_many(calls, method, engine_name, timeout, all_or_none=all_or_none)
 
     def put(self, value: Any) -> ResultHandle:
         self._roles.require_open("put")

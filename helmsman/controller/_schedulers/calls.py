@@ -173,7 +173,13 @@ class CallService:
         return client, self._packed(client, worker_id, method, engine_name, call), limit_s, source
 
     def call_many(
-        self, calls: Mapping[str, Call], method: str, engine_name: str | None, timeout: float | None
+        self,
+        calls: Mapping[str, Call],
+        method: str,
+        engine_name: str | None,
+        timeout: float | None,
+        *,
+        all_or_none: bool,
     ) -> Fanout:
         """Call several workers; see ``Scheduler.call_many``.
 
@@ -181,6 +187,7 @@ class CallService:
         """
         fanout = Fanout(*self._limit("call_many", timeout))
         shared: dict[tuple[Any, ...], Outgoing] = {}
+        packed: list[tuple[str, WorkerClient, Outgoing]] = []
         for worker_id, call in calls.items():
             try:
                 _require_call("call_many", worker_id, method, engine_name, call.rpc_meta)
@@ -195,9 +202,16 @@ class CallService:
                     outgoing = shared[key] = self._packed(
                         client, worker_id, method, engine_name, call
                     )
-                GroupPendingCall(client, outgoing, fanout, worker_id).begin()
+                packed.append((worker_id, client, outgoing))
             # One worker's failure must not hide calls sent to others
             except Exception as error:  # noqa: BLE001
+                fanout.failed(worker_id, error)
+        if all_or_none and fanout.failures:
+            return fanout
+        for worker_id, client, outgoing in packed:
+            try:
+                GroupPendingCall(client, outgoing, fanout, worker_id).begin()
+            except Exception as error:  # noqa: BLE001 - such as no memory for the arguments
                 fanout.failed(worker_id, error)
         return fanout
 
