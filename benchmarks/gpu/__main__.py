@@ -8,6 +8,7 @@ import argparse
 import datetime
 import importlib.metadata
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,9 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with LocalScheduler(
         log_dir=logs, num_gpus=options.rehearse, preload=ENGINE_MODULES
     ) as scheduler:
-        return run(
+        code = run(
             names, Machine(scheduler, is_rehearsal=options.rehearse is not None), options.out
         )
+    if code == 1:
+        print(f"the workers' logs are in {logs}", file=sys.stderr)
+    else:
+        shutil.rmtree(logs)
+    return code
 
 
 def run(names: Sequence[str], machine: Machine, out: Path) -> int:
