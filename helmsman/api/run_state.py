@@ -66,7 +66,7 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     cpu_s: float
-    """CPU seconds of the process and its children that have ended."""
+    """CPU seconds of the process and its descendants, but not of Helmsman's and Ray's processes."""
     rss_bytes: int
     swap_bytes: int = 0
     """Memory of the process that is swapped out."""
@@ -152,7 +152,7 @@ class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Weight version that the instances serve; None before the first update."""
     is_asleep: bool
     instances: dict[str, str]
-    """Instance id -> health, such as 'healthy' or 'stale'."""
+    """Instance id -> health, such as 'healthy' or 'stale'; 'drained' while it gets no requests."""
     median_s: float | None
     """Median duration of recent requests."""
     requests: list[RequestSnapshot]

@@ -9,6 +9,7 @@ import msgspec
 
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._node.driver_log import script_failure
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
 from helmsman.controller._placement.resources import ACCELERATORS, NodeState
 from helmsman.controller._ray_backend.embedded import (
@@ -16,7 +17,6 @@ from helmsman.controller._ray_backend.embedded import (
     end_connection,
     has_started_its_cluster,
     importing_ray,
-    script_is_failing,
     settle,
 )
 from helmsman.controller._ray_backend.embedded_start import connect
@@ -105,4 +105,4 @@ def initialize(
 
 def _close() -> None:
     atexit.unregister(_close)
-    submit(end_connection(current(), _END_S, keep_session=script_is_failing())).result()
+    submit(end_connection(current(), _END_S, keep_session=script_failure() is not None)).result()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from helmsman.api.run_state import RolloutSnapshot
 from helmsman.controller._diagnosis.evidence import BUSY, Evidence, Finding, is_long, seconds, usual
-from helmsman.controller._diagnosis.stacks import at, named, signature, wait_of
+from helmsman.controller._diagnosis.stacks import at, in_helmsman, named, signature, wait_of
 
 _PENDING_S = 5.0
 _SYNC_S = 20.0
@@ -69,7 +69,9 @@ def _not_started(rollout: RolloutSnapshot, *, is_syncing: bool) -> tuple[str, st
     if "healthy" in rollout.instances.values():
         return "", ""
     states = ", ".join(f"{id_} is {health}" for id_, health in rollout.instances.items())
-    return f"no instance is healthy ({states})", "helmsman logs shows their failures."
+    drained = [id_ for id_, health in rollout.instances.items() if health == "drained"]
+    step = f"helmsman resume {drained[0]} ends its drain." if drained else ""
+    return f"no instance serves ({states})", step or "helmsman logs shows their failures."
 
 
 def stragglers(evidence: Evidence) -> Iterator[Finding]:
@@ -94,8 +96,9 @@ def script_waits(evidence: Evidence) -> Iterator[Finding]:
     if run.script is None or before is None or run.answered_by == "observation":
         return  # script_process explains a script that does not answer
     is_open = any(each.num_in_flight or each.num_queued for each in run.rollouts)
-    if evidence.busy or run.loop_stack or is_open:
-        return
+    main = next((each for each in run.script.stacks if each.thread == "main"), None)
+    if evidence.busy or run.loop_stack or is_open or in_helmsman(main):
+        return  # it may wait for another run of the same script
     if any(each.kind in ("placement", "create_workers", "weight sync") for each in run.phases):
         return
     age_s = run.taken_at - run.started_at if run.idle_s is None else run.idle_s

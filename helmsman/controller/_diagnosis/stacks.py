@@ -106,6 +106,10 @@ def site_of(stack: StackTrace | None) -> Frame | None:
     return stack.frames[-1]
 
 
+def in_helmsman(stack: StackTrace | None) -> bool:
+    return stack is not None and any(_OWN.search(each.file) for each in stack.frames)
+
+
 def at(stack: StackTrace | None) -> str:
     """Return ' at train.py:210 (...)'; '' for no stack."""
     site = site_of(stack)

@@ -17,6 +17,11 @@ _MOST_ROWS = 40
 """With more workers, a row stands for the workers of a role with the same state and call."""
 
 
+def _one_line(text: str) -> str:
+    """Return a text of other programs without line ends and codes that a terminal executes."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
 def is_healthy(run: RunSnapshot) -> bool:
     """Return whether the script, or the node's supervisor, and all workers answer."""
     node = run.node
@@ -48,10 +53,11 @@ def status_text(run: RunSnapshot, earlier: RunSnapshot | None = None) -> str:
         state = f"its process is in state {run.script_state}"
         lines.append(f"THE SCRIPT DOES NOT ANSWER{stuck}; {state}")
     if run.facts:
-        lines.append("  ".join(f"{name} {value}" for name, value in run.facts.items()))
+        lines.append(_one_line("  ".join(f"{name} {value}" for name, value in run.facts.items())))
     for phase in run.phases:
         name = f"{phase.kind} {phase.detail}".rstrip()
-        lines.append(f"phase: {name} ({seconds(phase.age_s)}; {usual(phase.median_s)})")
+        age = f"{seconds(phase.age_s)}; {usual(phase.median_s)}"
+        lines.append(_one_line(f"phase: {name[:80]} ({age})"))
     head = ("worker", "state", "node", "devices", "call", "for", "median", "memory", "restarts")
     groups: dict[object, list[WorkerSnapshot]] = {}
     for each in run.workers:
@@ -177,13 +183,12 @@ def why_text(diagnosis: Diagnosis) -> str:
     count = f"{number} problem{'s' if number > 1 else ''}, causes first."
     lines = [f"run {diagnosis.run_id}: {count if number else 'no problem found.'}"]
     for each in diagnosis.findings:
+        lines += ["", _one_line(f"{each.rule if each.is_problem else 'note'}: {each.cause}")]
         if not each.is_problem:
-            lines += ["", f"note: {each.cause}"]
             continue
-        lines += ["", f"{each.rule}: {each.cause}"]
         if each.since_s is not None:
             began = time.strftime("%H:%M:%S", time.localtime(time.time() - each.since_s))
             lines.append(f"  since: {began} ({seconds(each.since_s)})")
-        lines += [f"  evidence: {shown}" for shown in each.evidence]
+        lines += [_one_line(f"  evidence: {shown}") for shown in each.evidence]
         lines += [f"  next: {each.next_step}"] if each.next_step else []
     return "\n".join([*lines, "", diagnosis.waits_for])

@@ -448,7 +448,10 @@ class GenerateScheduler:
             paused_by=sorted(flow.suspended),
             version=version,
             is_asleep=is_asleep,
-            instances={id_: each.health.value for id_, each in self.instances.items()},
+            instances={
+                id_: "drained" if each.is_draining and each.health.is_serving else each.health.value
+                for id_, each in self.instances.items()
+            },
             median_s=flow.durations.median_s,
             num_behind=dict(
                 sorted(

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import sys
+import threading
 from collections.abc import Collection
 from pathlib import Path
 
@@ -87,6 +88,14 @@ class DriverLog(logging.FileHandler):
 
     def _open(self) -> io.TextIOWrapper:
         return os.fdopen(open_log(self.baseFilename, self._run_id), "a", encoding="utf-8")
+
+
+def script_failure() -> BaseException | None:
+    """Return the exception that propagates through this thread, or has ended the script."""
+    error = sys.exc_info()[1]
+    if error is None and not threading.main_thread().is_alive():
+        error = getattr(sys, "last_value", None)
+    return None if isinstance(error, SystemExit) and not error.code else error
 
 
 def listed(items: Collection[str]) -> str:

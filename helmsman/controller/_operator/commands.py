@@ -25,6 +25,7 @@ from helmsman.controller._operator import logs, metrics, replay, runs, ui
 from helmsman.controller._operator.postmortem import postmortem
 from helmsman.controller._operator.recordings import write_trace
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run
+from helmsman.controller._schedulers.outside import is_stuck
 
 T = TypeVar("T")
 
@@ -136,6 +137,8 @@ def _take(
 
 def _find_recorded(options: argparse.Namespace) -> FoundRun:
     run = find_run(options.run_id)
+    if not run.log_dir.is_dir():
+        raise RunNotFoundError(f"the log directory of run {run.run_id} was removed: {run.log_dir}.")
     for each in logs.fetch_files(run):
         print(f"helmsman: {each}", file=sys.stderr)
     return run
@@ -144,7 +147,8 @@ def _find_recorded(options: argparse.Namespace) -> FoundRun:
 def _trace(options: argparse.Namespace) -> None:
     """Write the recent calls, phases and requests of a run for ui.perfetto.dev."""
     run = _find_recorded(options)
-    num_events = write_trace(run.log_dir, Path(options.out))
+    with _reported("the trace cannot be written"):
+        num_events = write_trace(run.log_dir, Path(options.out))
     print(f"{options.out}: {num_events} events of run {run.run_id}; open it at ui.perfetto.dev")
 
 
@@ -170,14 +174,15 @@ def _replay(options: argparse.Namespace) -> None:
 def _report(options: argparse.Namespace) -> None:
     """Write the page about a run, alive or ended, to a file."""
     run = _find_recorded(options)
-    ui.write_report(run, Path(options.out))
+    with _reported("the page cannot be written"):
+        ui.write_report(run, Path(options.out))
     print(f"{options.out}: run {run.run_id}")
 
 
 def _ui(options: argparse.Namespace) -> None:
     """Serve a web page about a run on this machine: timeline, workers, stacks, logs."""
     run = find_run(options.run_id)
-    with _listening("the page", f"127.0.0.1:{options.port}"):
+    with _reported(f"the page cannot be served at 127.0.0.1:{options.port}"):
         server = ui.Server(run.run_id, options.port)
     print(server.url, flush=True)
     with server:
@@ -187,16 +192,20 @@ def _ui(options: argparse.Namespace) -> None:
 def _metrics(options: argparse.Namespace) -> None:
     """Serve a run's metrics for Prometheus."""
     run = find_run(options.run_id, alive=True)
-    with _listening("the metrics", f"{options.host}:{options.port}"):
+    with _reported(f"the metrics cannot be served at {options.host}:{options.port}"):
         metrics.serve(run, options.host, options.port)
 
 
 @contextlib.contextmanager
-def _listening(what: str, where: str) -> Iterator[None]:
+def _reported(failure: str) -> Iterator[None]:
+    """Report a failure of the system; files that are made meanwhile are private."""
+    before = os.umask(0o077)
     try:
         yield
-    except OSError as error:
-        raise HelmsmanError(f"{what} cannot be served at {where}: {error}") from error
+    except (OSError, OverflowError) as error:
+        raise HelmsmanError(f"{failure}: {error}") from error
+    finally:
+        os.umask(before)
 
 
 def _act(options: argparse.Namespace) -> int:
@@ -205,6 +214,11 @@ def _act(options: argparse.Namespace) -> int:
     text = f"{options.action} {options.target}" + (f" to {number}" if number else "")
     if not _confirm(options, f"{text} of run {run.run_id}"):
         return NO
+    if is_stuck(run.record):
+        raise HelmsmanError(
+            f"run {run.run_id} cannot {options.action}: its script, pid {run.record.pid}, has not "
+            f"run Python for a second. helmsman why {run.run_id} says why."
+        )
     query = Query(
         kind=options.action, target=options.target, number=number, limit_s=options.timeout
     )
@@ -218,6 +232,7 @@ def _stop(options: argparse.Namespace) -> int:
     if not _confirm(options, f"stop run {run.run_id} ({run.record.command})"):
         return NO
     process = os.pidfd_open(run.record.pid)
+    signal.pidfd_send_signal(process, signal.SIGCONT)
     signals = (signal.SIGINT, options.timeout), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)
     for number, limit_s in signals:
         signal.pidfd_send_signal(process, number)

@@ -16,7 +16,7 @@ from helmsman.controller._schedulers.run_view import SCRIPT
 
 _LAST_S = 60.0
 _MOST_LINES, _MOST_CALLS = 200, 20
-_CLOSED = re.compile(r"run \S+ is closed")
+_BEGINS = re.compile(r"INFO run (\S+) begins: ")
 _ENDS = re.compile(
     r"was ended by (?!close|delete_workers|restart)|exited with code [1-9]|has ended;|"
     r"stays dead|out of memory|OutOfMemory|SIGTERM|preemption|Segmentation fault|Fatal Python error"
@@ -46,28 +46,41 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
     timeline = read_timeline(log_dir)
     if not lines and timeline is None:
         raise RunNotFoundError(f"{log_dir} has no logs and no recordings of a run.")
+    story = [each.text for each in lines if each.source == SCRIPT]
+    # The file of a run begins with its own line; it also has those of other runs of the script.
+    begin = next(filter(None, map(_BEGINS.search, story)), None)
+    own = re.escape(begin[1]) if begin else r"\S+"
+    is_closed = any(re.search(rf"INFO run {own} is closed$", each) for each in story)
+    raised = [found[1] for each in story if (found := re.search(rf"run {own} ends by (.+)", each))]
     ended_at = max((each.at for each in lines), default=0.0)
     if timeline is not None:
         ended_at = max(ended_at, timeline.end_at)
-    is_closed = any(_CLOSED.search(each.text) for each in lines)
     end = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended_at))
-    parts = [f"The run ended at {end} without being closed; its last sign of life."]
-    parts = [f"The run was closed normally at {end}."] if is_closed else parts
+    if not is_closed:
+        parts = [f"The run ended at {end} without being closed; its last sign of life."]
+    elif raised:
+        parts = [f"The run was closed at {end}, after an exception in the script: {raised[0]}"]
+    else:
+        parts = [f"The run was closed normally at {end}."]
     last = [each for each in lines if each.at >= ended_at - _LAST_S]
-    causes = [each for each in last if each.rank < 2]
-    if causes:
-        first = min(causes, key=lambda each: (each.rank, each.at))
-        before = seconds(max(ended_at - first.at, 0.0))
-        parts.append(f"First cause, {before} before the end:\n  [{first.source}] {first.text}")
-    elif not is_closed:
+    first = min(
+        (each for each in last if each.rank < 2),
+        key=lambda each: (each.rank, each.at),
+        default=None,
+    )
+    if not is_closed and (first is None or first.rank > 0):
         parts.append(
-            "No process reported a cause: the script's process was killed, or its node was lost."
+            "No process reported its end: the script's process was killed, or its node was lost."
         )
+    if first is not None:
+        label = "First cause" if first.rank == 0 else "First error"
+        before = seconds(max(ended_at - first.at, 0.0))
+        parts.append(f"{label}, {before} before the end:\n  [{first.source}] {first.text}")
     parts += _in_flight(timeline) if timeline is not None else []
     shown = [each for each in last if each.rank < 2 or each.source == SCRIPT][-_MOST_LINES:]
     parts.append("Last minute:")
     parts += [f"  -{seconds(ended_at - e.at):>8} [{e.source}] {e.text}" for e in shown]
-    return "\n".join(parts), is_closed
+    return "\n".join(parts), is_closed and not raised
 
 
 def _rank(text: str) -> int:

@@ -68,20 +68,30 @@ def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
     elif name is not None:
         found = [each for each in runs if each.run_id.startswith(name)]
     else:
-        scripts = [each for each in runs if each.record.scheduler != UP]
+        scripts = first_of_each_script([e for e in runs if e.record.scheduler != UP])
         found = [each for each in scripts if each.is_alive] or ([] if alive else scripts[:1])
         found = found or [each for each in runs if each.is_alive]
     chosen = [each for each in found if each.is_alive or not alive]
     if len(chosen) == 1:
         return chosen[0]
     if chosen:
-        ids = ", ".join(each.run_id for each in chosen[:8])
+        ids = ", ".join(f"{e.run_id} ({e.record.command[:40]})" for e in chosen[:8])
         raise RunNotFoundError(f"{len(chosen)} runs fit: {ids}. Name one of them.")
     if found:
         run_id = found[0].run_id
         raise RunNotFoundError(f"run {run_id} has ended. helmsman logs {run_id} shows its logs.")
     what = f"no run {name!r}" if name is not None else "no run that is alive"
     raise RunNotFoundError(f"{what} of this user on this machine. helmsman runs lists them.")
+
+
+def first_of_each_script(runs: Sequence[FoundRun]) -> list[FoundRun]:
+    """Leave out the other runs of a process, such as that of a recipe's RewardPool."""
+    first: dict[object, FoundRun] = {}
+    for each in runs:
+        key = (each.record.host, each.record.pid) if each.record.pid else each.run_id
+        if key not in first or each.record.since < first[key].record.since:
+            first[key] = each
+    return list(first.values())
 
 
 def _all_runs() -> list[FoundRun]:

@@ -210,12 +210,6 @@ def settle(limit_s: float) -> None:
         raise RayStartError(reason=reason, processes=[], log_path="", log_tail="")
 
 
-def script_is_failing() -> bool:
-    """Whether an exception propagates through this thread, or has ended the script."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    return error is not None and not (isinstance(error, SystemExit) and not error.code)
-
-
 async def end_connection(ray: EmbeddedRay | None, limit_s: float, *, keep_session: bool) -> None:
     """End an embedded Ray, or with None disconnect from another cluster; see disconnect."""
     await (

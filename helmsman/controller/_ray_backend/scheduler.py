@@ -21,6 +21,7 @@ from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import Job, PreemptionNotice, ResultHandle, Timeouts
 from helmsman.controller._aio.event_loop import Deadline, await_all
 from helmsman.controller._node.devices import physical_ids, visibility
+from helmsman.controller._node.driver_log import script_failure
 from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement, in_device_order
 from helmsman.controller._placement.resources import (
@@ -38,7 +39,6 @@ from helmsman.controller._ray_backend.embedded import (
     end_connection,
     importing_ray,
     is_own_node,
-    script_is_failing,
     settle,
 )
 from helmsman.controller._ray_backend.embedded_start import connect
@@ -325,7 +325,7 @@ class RayBackend(Backend):
         )
 
     def closing(self) -> None:
-        self._is_failing = script_is_failing()
+        self._is_failing = script_failure() is not None
 
     async def close(self) -> None:
         if self._address is not None:

@@ -10,6 +10,7 @@ import weakref
 from helmsman.api.scheduler import Scheduler
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync
 from helmsman.controller._node.control_socket import ControlSocket
+from helmsman.controller._node.driver_log import script_failure, story
 from helmsman.controller._node.run_registry import RunLock
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.calls import ValueStore
@@ -53,6 +54,8 @@ class RunEnd:
         self._backend.closing()
         doomed = self._roles.close()
         if doomed is not None:
+            if (error := script_failure()) is not None:
+                story.error("run %s ends by %s: %s", self._run.id, type(error).__name__, error)
             atexit.unregister(self.close)
             run_sync(self._close(doomed))
 

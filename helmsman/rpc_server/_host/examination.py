@@ -33,6 +33,9 @@ from helmsman.rpc_server._process.guardian import process_of
 _MOST_FRAMES = 60
 _MOST_TASKS = 50
 _THREADS = Path("/proc/self/task")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_OF_RUN = re.compile(r"^(helmsman|ray)::? ?|helmsman\.rpc_server|/ray/")
+"""Command of a process that Helmsman or Ray has started."""
 _CLOCK_AHEAD_S = time.time() - time.monotonic()
 """Changes only when the node's clock is set."""
 
@@ -102,7 +105,7 @@ def _report(node: str, log_dir: str, stacks: list[StackTrace]) -> ProcessReport:
     sizes, collectives = _sizes("/proc/self/status"), last_collectives()
     return ProcessReport(
         pid=os.getpid(),
-        cpu_s=sum(each.ru_utime + each.ru_stime for each in used),
+        cpu_s=sum(each.ru_utime + each.ru_stime for each in used) + descendants_s(os.getpid()),
         rss_bytes=sizes.get("VmRSS", 0),
         swap_bytes=sizes.get("VmSwap", 0),
         runnable_s=_runnable_s(),
@@ -145,11 +148,26 @@ def _runnable_s() -> float:
     return sum(int(fields[1]) for fields in found if len(fields) > 1) / 1e9
 
 
+def descendants_s(pid: int) -> float:
+    """Return the CPU seconds of the living descendants, but not of Helmsman's and Ray's."""
+    total_s = 0.0
+    for child in _children_of(pid):
+        if not _OF_RUN.search(proc_text(f"/proc/{child}/cmdline")):
+            fields = proc_text(f"/proc/{child}/stat").rpartition(")")[2].split()
+            total_s += sum(map(int, fields[11:15])) / _TICKS + descendants_s(child)
+    return total_s
+
+
+def _children_of(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return list(map(int, " ".join(map(proc_text, found)).split()))
+
+
 @functools.lru_cache(maxsize=1)
 def _children(second: int) -> dict[int, tuple[str, str]]:
     """Return the direct children, once a second: inline workers share one process."""
     found = {}
-    for pid in map(int, " ".join(map(proc_text, _THREADS.glob("*/children"))).split()):
+    for pid in _children_of(os.getpid()):
         command = proc_text(f"/proc/{pid}/cmdline")[:200].replace("\0", " ").strip()
         if (process := process_of(pid)) is not None:
             found[pid] = process.state, command

@@ -13,6 +13,8 @@ from helmsman.api.run_state import (
     NcclRank,
     OpenCall,
     ProcessReport,
+    RequestSnapshot,
+    RolloutSnapshot,
     RunSnapshot,
     StackTrace,
     WorkerSnapshot,
@@ -159,6 +161,41 @@ IDLE_THREAD = StackTrace(
 def test_waits_for_names_what_the_script_does(frame: Frame, text: str) -> None:
     script = report(stacks=[StackTrace(thread="main", frames=[frame])])
     assert diagnosed(run(script=script)).waits_for == f"No call is open; {text}"
+
+
+def test_script_that_waits_for_another_run_of_its_own() -> None:
+    frames = [*RECEIVES.frames, Frame("/opt/helmsman/controller/_aio/event_loop.py", 7, "run", "")]
+    script = report(stacks=[StackTrace(thread="main", frames=frames)])
+    assert diagnosed(run(worker("a/0"), script=script, idle_s=60.0)).findings == []
+
+
+def test_rollout_whose_instances_are_all_drained() -> None:
+    rollout = RolloutSnapshot(
+        role="rollout",
+        num_queued=1,
+        num_in_flight=0,
+        num_done=0,
+        num_tokens_done=0,
+        paused_by=[],
+        version=0,
+        is_asleep=False,
+        instances={"rollout/0": "drained", "rollout/1": "drained"},
+        median_s=None,
+        requests=[RequestSnapshot(request_id="1", age_s=60.0, instance_id="")],
+    )
+    finding = only(run(rollouts=[rollout]))
+    assert finding.rule == "rollout starved"
+    assert "no instance serves (rollout/0 is drained, rollout/1 is drained)" in finding.cause
+    assert finding.next_step == "helmsman resume rollout/0 ends its drain."
+
+
+def test_why_text_shows_no_terminal_codes() -> None:
+    stack = StackTrace(thread="engine", frames=SLEEPS.frames, call="a/0.step", running_s=100.0)
+    call = OpenCall(name="a/0.step", age_s=100.0, median_s=1.0)
+    child = {7: ("Z", "sh -c \x1b[2J\nworker b/0 is dead")}
+    found = report(stacks=[stack], children=child)
+    text = why_text(diagnosed(run(worker("a/0", calls=[call], report=found))))
+    assert "sh -c ?[2J?worker b/0 is dead" in text
 
 
 def test_script_sleeps_beside_idle_threads() -> None:

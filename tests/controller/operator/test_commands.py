@@ -18,8 +18,10 @@ import pytest
 
 from helmsman import Job, LocalScheduler, RolloutController, SamplingParams, SchedulingSpec
 from helmsman.api.run_state import RunSnapshot
+from helmsman.controller._node.run_registry import RunRecord
 from helmsman.controller._operator.logs import follow
 from helmsman.controller._operator.recordings import read_timeline
+from helmsman.controller._operator.runs import FoundRun, first_of_each_script
 from helmsman.controller.cli import main
 from tests.controller.operator.conftest import Staged, end
 from tests.controller.operator.staged import Answers, stale_samples
@@ -202,6 +204,105 @@ def test_stop(stage: Callable[[str], Staged], capsys: pytest.CaptureFixture[str]
     assert main(["status", staged.run_id]) == 2
 
 
+ENDS = {
+    "raises": "raise ValueError('reward is NaN at step 17')",
+    "exits": "sys.exit(5)",
+    "other closes": "other = make(sys.argv[1] + '/other')\n"
+    "    other.close()\n"
+    "    os.kill(os.getpid(), signal.SIGKILL)",
+    "worker prints": "scheduler.create_engines(['a/0'], Talks)\n"
+    "    scheduler.call_engine('a/0', 'talk')\n"
+    "    os.kill(os.getpid(), signal.SIGKILL)",
+    "closes": "pass",
+}
+"""How a script ends -> its last lines."""
+RUNS = """
+import os, signal, sys
+from helmsman import Job, LocalScheduler
+
+class Talks:
+    def talk(self):
+        print("INFO run eager-fox-12 is closed", flush=True)
+
+def make(log_dir):
+    scheduler = LocalScheduler(log_dir=log_dir, preload=())
+    scheduler.create_workers(Job(role="a"))
+    return scheduler
+
+with make(sys.argv[1] + "/main") as scheduler:
+    """
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ("raises", "after an exception in the script: ValueError: reward is NaN at step 17"),
+        ("exits", "after an exception in the script: SystemExit: 5"),
+        ("other closes", "No process reported its end: the script's process was killed"),
+        ("worker prints", "without being closed"),
+        ("closes", "The run was closed normally"),
+    ],
+)
+def test_postmortem_says_how_the_script_ended(
+    ends: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", RUNS + ENDS[ends], str(tmp_path)]
+    subprocess.run(command, env=env, capture_output=True, timeout=100, check=False)
+    assert main(["postmortem", str(tmp_path / "main")]) == (0 if ends == "closes" else 1)
+    text = capsys.readouterr().out
+    assert expected in text
+    assert ("closed normally" in text) == (ends == "closes")
+
+
+def test_written_files_are_private(
+    controller: RolloutController, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_id = run_id_of(controller)
+    for command in ("trace", "report"):
+        out = tmp_path / command
+        assert main([command, run_id, "-o", str(out)]) in (0, None)
+        assert out.stat().st_mode & 0o077 == 0
+        assert main([command, run_id, "-o", str(tmp_path / "none" / "out")]) == 2
+        assert "cannot be written: [Errno 2]" in capsys.readouterr().err
+
+
+def test_actions_on_a_stopped_script(
+    stage: Callable[[str], Staged], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An action is refused at once; stop lets the process go on, and end."""
+    staged = stage("stopped_script")
+    os.waitid(os.P_PID, staged.process.pid, os.WSTOPPED | os.WNOWAIT)
+    status = ["status", staged.run_id]
+    while main(status) == 0:  # its interpreter counts as stuck after a second
+        continue
+    capsys.readouterr()
+    assert main(["drain", "actor/0", "--run", staged.run_id, "--yes"]) == 2
+    text = capsys.readouterr().err
+    assert f"cannot drain: its script, pid {staged.process.pid}, has not run Python" in text
+    assert main(["stop", staged.run_id, "--yes"]) == 0
+    assert "has ended after SIGINT" in capsys.readouterr().out
+
+
+def test_run_whose_log_directory_was_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LocalScheduler(log_dir=tmp_path / "logs", preload=()) as scheduler:
+        scheduler.create_workers(Job(role="actor"))
+        shutil.rmtree(tmp_path / "logs")
+        assert main(["logs", scheduler.run_id]) == 2
+    assert "was removed: " in capsys.readouterr().err
+
+
+def test_runs_of_one_script() -> None:
+    """A recipe's RewardPool has a run of its own."""
+    first, pool, other = (
+        FoundRun(RunRecord(run_id=str(n), pid=pid, since=n, log_dir=""), is_alive=True)
+        for n, pid in enumerate([7, 7, 8])
+    )
+    assert first_of_each_script([pool, other, first]) == [first, other]
+
+
 def test_killed_run_leaves_trace_postmortem_and_logs(
     stage: Callable[[str], Staged], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,7 +319,7 @@ def test_killed_run_leaves_trace_postmortem_and_logs(
     assert main(["postmortem", str(copy)]) == 1
     text = capsys.readouterr().out
     assert "without being closed" in text
-    assert "No process reported a cause" in text
+    assert "No process reported its end" in text
     assert "rollout/1: agenerate for" in text or "rollout/0: agenerate for" in text
     assert re.search(r"Generation requests open at the end: [12]\n", text)
     assert main(["logs", str(copy), "script"]) == 0

@@ -1,0 +1,25 @@
+"""Reports of a process about itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from helmsman.rpc_server._host.examination import descendants_s
+
+
+def test_descendants_s_counts_children_of_children() -> None:
+    """A compiler that a method has started computes; the method makes progress."""
+    compute = "while True: pass"
+    shell = ["sh", "-c", f"{sys.executable} -c '{compute}'; true"]
+    before = descendants_s(os.getpid())
+    child = subprocess.Popen(shell, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while descendants_s(os.getpid()) < before + 0.2:
+            assert time.monotonic() < deadline
+    finally:
+        os.killpg(child.pid, 9)
+        child.wait()
