@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 from helmsman.api.run_state import RolloutSnapshot
 from helmsman.controller._diagnosis.evidence import BUSY, Evidence, Finding, is_long, seconds, usual
-from helmsman.controller._diagnosis.stacks import at, in_helmsman, named, signature, wait_of
+from helmsman.controller._diagnosis.stacks import (
+    at,
+    in_helmsman,
+    named,
+    signature,
+    users_stacks,
+    wait_of,
+)
 
 _PENDING_S = 5.0
 _SYNC_S = 20.0
@@ -99,6 +106,8 @@ def script_waits(evidence: Evidence) -> Iterator[Finding]:
     main = next((each for each in run.script.stacks if each.thread == "main"), None)
     if evidence.busy or run.loop_stack or is_open or in_helmsman(main):
         return  # it may wait for another run of the same script
+    if users_stacks(run.script.stacks) != users_stacks(before.stacks):
+        return  # other threads or tasks of it go on
     if any(each.kind in ("placement", "create_workers", "weight sync") for each in run.phases):
         return
     age_s = run.taken_at - run.started_at if run.idle_s is None else run.idle_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -100,10 +101,16 @@ def site_of(stack: StackTrace | None) -> Frame | None:
     """Return the innermost frame in the user's code; else the innermost one; None if empty."""
     if stack is None or not stack.frames:
         return None
-    for frame in reversed(stack.frames):
-        if not _LIBRARY.search(frame.file) and not _OWN.search(frame.file):
-            return frame
-    return stack.frames[-1]
+    return next(filter(_is_users, reversed(stack.frames)), stack.frames[-1])
+
+
+def _is_users(frame: Frame) -> bool:
+    return not _LIBRARY.search(frame.file) and not _OWN.search(frame.file)
+
+
+def users_stacks(stacks: Iterable[StackTrace]) -> Counter[tuple[tuple[str, int, str], ...]]:
+    """Count the equal stacks that are in the user's code."""
+    return Counter(signature(each) for each in stacks if any(map(_is_users, each.frames)))
 
 
 def in_helmsman(stack: StackTrace | None) -> bool:

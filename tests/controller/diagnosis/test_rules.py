@@ -169,6 +169,16 @@ def test_script_that_waits_for_another_run_of_its_own() -> None:
     assert diagnosed(run(worker("a/0"), script=script, idle_s=60.0)).findings == []
 
 
+def test_script_whose_tasks_end() -> None:
+    """It awaits hundreds of judges, a few at a time."""
+    judges = Frame("/home/me/train.py", 30, "judge", "async with slots:")
+    tasks = [StackTrace(thread="task judge", frames=[judges])] * 3
+    now = run(worker("a/0"), script=report(stacks=[RECEIVES, *tasks[1:]]), idle_s=60.0)
+    before = run(worker("a/0"), script=report(stacks=[RECEIVES, *tasks]), idle_s=59.0, taken_at=100)
+    assert diagnose_run(now, before).findings == []
+    assert only(now).rule == "script waits"
+
+
 def test_rollout_whose_instances_are_all_drained() -> None:
     rollout = RolloutSnapshot(
         role="rollout",
