@@ -144,8 +144,13 @@ def _missing(run: FoundRun) -> tuple[bool, dict[str, list[str]]]:
     scripts = {path.name.split(".")[1] for path in run.log_dir.glob(f"{SCRIPT}.*{SUFFIX}")}
     found: dict[str, list[str]] = {}
     for worker_id, pid, node in workers:
-        # Inline workers are threads of the script, which records for them.
-        if pid not in scripts and not _has_recording(run.log_dir, worker_id):
+        # Inline workers are threads of the script, which records for them. A loopback address has
+        # those of another run of the script, whose lines driver.log has, too.
+        if (
+            not node.startswith("127.")
+            and pid not in scripts
+            and not _has_recording(run.log_dir, worker_id)
+        ):
             found.setdefault(node, []).append(worker_id)
     return answers, {node: list(dict.fromkeys(ids)) for node, ids in found.items()}
 

@@ -210,8 +210,8 @@ ENDS = {
     "other closes": "other = make(sys.argv[1] + '/other')\n"
     "    other.close()\n"
     "    os.kill(os.getpid(), signal.SIGKILL)",
-    "worker prints": "scheduler.create_engines(['a/0'], Talks)\n"
-    "    scheduler.call_engine('a/0', 'talk')\n"
+    "worker prints": "scheduler.create_engines(['main/0'], Talks)\n"
+    "    scheduler.call_engine('main/0', 'talk')\n"
     "    os.kill(os.getpid(), signal.SIGKILL)",
     "closes": "pass",
 }
@@ -226,7 +226,7 @@ class Talks:
 
 def make(log_dir):
     scheduler = LocalScheduler(log_dir=log_dir, preload=())
-    scheduler.create_workers(Job(role="a"))
+    scheduler.create_workers(Job(role=os.path.basename(log_dir)))
     return scheduler
 
 with make(sys.argv[1] + "/main") as scheduler:
@@ -250,9 +250,10 @@ def test_postmortem_says_how_the_script_ended(
     command = [sys.executable, "-c", RUNS + ENDS[ends], str(tmp_path)]
     subprocess.run(command, env=env, capture_output=True, timeout=100, check=False)
     assert main(["postmortem", str(tmp_path / "main")]) == (0 if ends == "closes" else 1)
-    text = capsys.readouterr().out
+    text, err = capsys.readouterr()
     assert expected in text
     assert ("closed normally" in text) == (ends == "closes")
+    assert "scp" not in err
 
 
 def test_written_files_are_private(
