@@ -157,7 +157,7 @@ def _postmortem(options: argparse.Namespace) -> int:
     run = _find_recorded(options)
     if run.is_alive:
         print(f"run {run.run_id} is alive; helmsman why {run.run_id} explains what it waits for")
-    text, is_closed = postmortem(run.log_dir)
+    text, is_closed = postmortem(run.log_dir, is_alive=run.is_alive)
     print(text)
     return OK if is_closed else NO
 

@@ -32,7 +32,7 @@ class _Line(NamedTuple):
     """0 for the end of a process, 1 for an error, 2 for other lines."""
 
 
-def postmortem(log_dir: Path) -> tuple[str, bool]:
+def postmortem(log_dir: Path, *, is_alive: bool = False) -> tuple[str, bool]:
     """Describe the end of a run from its log directory, or a copy of it, and whether it was normal.
 
     Raises:
@@ -56,7 +56,9 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
     if timeline is not None:
         ended_at = max(ended_at, timeline.end_at)
     end = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended_at))
-    if not is_closed:
+    if is_alive:
+        parts = ["The run is alive; this is its last minute."]
+    elif not is_closed:
         parts = [f"The run ended at {end} without being closed; its last sign of life."]
     elif raised:
         parts = [f"The run was closed at {end}, after an exception in the script: {raised[0]}"]
@@ -68,7 +70,7 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
         key=lambda each: (each.rank, each.at),
         default=None,
     )
-    if not is_closed and (first is None or first.rank > 0):
+    if not (is_closed or is_alive) and (first is None or first.rank > 0):
         parts.append(
             "No process reported its end: the script's process was killed, or its node was lost."
         )

@@ -256,6 +256,16 @@ def test_postmortem_says_how_the_script_ended(
     assert "scp" not in err
 
 
+def test_postmortem_of_live_run(
+    controller: RolloutController, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["postmortem", run_id_of(controller)]) == 1
+    text = capsys.readouterr().out
+    assert "The run is alive; this is its last minute." in text
+    assert "without being closed" not in text
+    assert "was killed" not in text
+
+
 def test_written_files_are_private(
     controller: RolloutController, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
