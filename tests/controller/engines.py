@@ -282,7 +282,7 @@ class SleepyRollout(CountingRollout):
         self.state = "asleep"
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        self.state = "awake"
+        self.state = "warm" if weights_only else "awake"
 
     async def how_awake(self) -> str:
         return self.state

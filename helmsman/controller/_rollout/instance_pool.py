@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from helmsman.api.errors import HelmsmanError, InvalidSpecError, JobError
@@ -37,7 +38,8 @@ class InstancePool:
         self._instances.num_builds[worker_id] += 1
         self._weights.group_id = ""
         await self._instances.restart(worker_id)
-        return await self._weights.bring(worker_id)
+        async with self._entry([worker_id]) as (has_weights,):
+            return has_weights
 
     async def scale(self, replicas: int, migrate: bool) -> None:
         """Resize to ``replicas`` instances; concurrent calls are serialized."""
@@ -64,16 +66,15 @@ class InstancePool:
             new = await asyncio.shield(adding)
             await self._instances.look()
             await self._supervisor.with_liveness_check(new, self._instances.build(new))
-            have_weights = await self._bring_weights(new)
+            async with self._entry(new) as have_weights:
+                for worker_id, has_weights in zip(new, have_weights, strict=True):
+                    health = Health.HEALTHY if has_weights else Health.STALE
+                    # watch() precedes add(), which may look the instance up in the supervisor.
+                    self._supervisor.watch(worker_id, health)
+                    requests.add(worker_id, self._instances.capacity, health)
         except BaseException:
             await _to_its_end(self._undo_add(adding))
             raise
-        # No await from here on: once an instance serves, the addition cannot simply be undone.
-        for worker_id, has_weights in zip(new, have_weights, strict=True):
-            health = Health.HEALTHY if has_weights else Health.STALE
-            # watch() precedes add(), which may look the instance up in the supervisor.
-            self._supervisor.watch(worker_id, health)
-            requests.add(worker_id, self._instances.capacity, health)
         return new
 
     async def _undo_add(self, adding: asyncio.Future[list[str]]) -> None:
@@ -81,19 +82,43 @@ class InstancePool:
         if adding.exception() is None:
             await self._end(adding.result(), ())
 
-    async def _bring_weights(self, worker_ids: Sequence[str]) -> list[bool]:
-        """Send the current weights to new workers; returns which of them have received them."""
+    @contextlib.asynccontextmanager
+    async def _entry(self, worker_ids: Sequence[str]) -> AsyncIterator[list[bool]]:
+        """Prepare new workers, which serve from the end of the block on.
 
-        async def bring(worker_id: str) -> bool:
-            return await self._supervisor.with_liveness_check(
-                [worker_id], self._weights.bring(worker_id)
-            )
+        They receive the current weights, and have only the memory that the others have. The block
+        must not await: an update, sleep or wake that begins meanwhile would leave them out.
 
+        Yields:
+            Whether each has the current weights. Those prepared while the others have no memory for
+            weights wait for the next update.
+        """
+
+        async def for_each(work: Callable[[str], Coroutine[Any, Any, bool]]) -> list[bool]:
+            async def do(worker_id: str) -> bool:
+                return await self._supervisor.with_liveness_check([worker_id], work(worker_id))
+
+            return await await_all(map(do, worker_ids))
+
+        weights = self._weights
         while True:
-            version = self._weights.version
-            have_weights = await await_all(map(bring, worker_ids))
-            if version == self._weights.version:
-                return have_weights
+            version, can_load = weights.version, weights.state.has_weight_memory
+            have_weights = [False] * len(worker_ids)
+            if can_load:
+                have_weights = await for_each(weights.bring_served)
+            if version != weights.version:
+                continue
+            if weights.state.has_cache:
+                # No wake() is running, and a running sleep() has not chosen its instances yet.
+                yield have_weights
+                return
+            async with weights.in_turn(None):
+                # All may have woken up or been updated before this turn.
+                could_load = can_load or not weights.state.has_weight_memory
+                if version == weights.version and could_load:
+                    keep_weights = await for_each(weights.match_memory)
+                    yield [all(each) for each in zip(have_weights, keep_weights, strict=True)]
+                    return
 
     async def drain(self, worker_ids: Collection[str], migrate: bool) -> None:
         await self._instances.requests.drain(*self._instances.known(worker_ids), migrate=migrate)

@@ -52,8 +52,9 @@ class PartialSleep:
             await self._weights.ask_living("sleep", chosen, left_s(), level)
 
     async def wake(self, worker_ids: Collection[str], timeout: float | None) -> None:
-        asleep, queue, state = self._instances.asleep, self._instances.requests, self._weights.state
+        asleep, queue = self._instances.asleep, self._instances.requests
         async with self._weights.in_turn(timeout) as left_s:
+            state = self._weights.state
             chosen = [id_ for id_ in self._instances.known(worker_ids) if id_ in asleep]
             if state.has_weight_memory:  # Otherwise they wake with the others.
                 await self._weights.ask_living(

@@ -33,6 +33,10 @@ log = logging.getLogger(__name__)
 _holds = itertools.count()
 _ASLEEP = "sleep"
 """Name of the suspension of requests during sleep."""
+_FALLING_ASLEEP = "start of sleep"
+"""Name of their suspension while ``sleep`` waits for requests. The role still counts as awake, so
+an instance that receives weights meanwhile would end the suspension ``_ASLEEP``.
+"""
 
 
 def check_sleep(level: int, in_flight: InFlight) -> None:
@@ -110,7 +114,7 @@ class RolloutWeights:
         check_sleep(level, in_flight)
         requests = self._instances.requests
         async with self.in_turn(timeout) as left_s:
-            requests.suspend(_ASLEEP)
+            requests.suspend(_FALLING_ASLEEP)
             try:
                 ended = requests.wait_ended() if in_flight == "wait" else requests.take_back()
                 await self._requests.within(
@@ -119,10 +123,10 @@ class RolloutWeights:
                     left_s(),
                     resumes=self.state.is_serving,
                 )
-            except BaseException:
-                self._resume_if_awake()
-                raise
-            self._on(WeightEvent.SLEPT if level == 1 else WeightEvent.DROPPED)
+                self._on(WeightEvent.SLEPT if level == 1 else WeightEvent.DROPPED)
+                requests.suspend(_ASLEEP)
+            finally:
+                requests.resume(_FALLING_ASLEEP)
             living = self._instances.living_ids()
             if level == 2:
                 self.note_dropped(living)
@@ -172,7 +176,7 @@ class RolloutWeights:
     def _weights_have_come(self) -> None:
         """Record that an instance has received weights.
 
-        If all instances have freed their memory meanwhile, it will sleep as well.
+        If all instances have freed their memory meanwhile, it sleeps as well.
         """
         if self.state.has_weight_memory:
             self._on(WeightEvent.UPDATED)
@@ -372,21 +376,19 @@ class RolloutWeights:
 
     # --- rebuilt instances ------------------------------------------------------------------------
 
-    async def bring(self, worker_id: str) -> bool:
-        """Send the current weights to a new worker; returns whether it has received them.
+    async def match_memory(self, worker_id: str) -> bool:
+        """Free the memory of a new worker that the others do not have; call it in turn.
 
-        While the other instances sleep, the worker sleeps as well and waits for the next update.
+        Returns:
+            Whether it keeps its weights.
         """
-        while True:
-            if self.state.has_weight_memory:
-                has_weights = await self._bring_served(worker_id)
-                if self.state.has_weight_memory:
-                    return has_weights
-            async with self.in_turn(None):
-                # Checked again under the lock: the others may have woken up meanwhile.
-                if not self.state.has_weight_memory:
-                    await self._instances.ask(worker_id, "sleep", 1 if self.state.is_whole else 2)
-                    return False
+        if self.state.has_cache:
+            return True
+        keeps_weights = self.state.is_whole
+        await self._instances.ask(worker_id, "sleep", 1 if keeps_weights else 2)
+        if self.state.has_weight_memory:
+            await self._instances.ask(worker_id, "wake", weights_only=True)
+        return keeps_weights
 
     async def catch_up(self, worker_id: str) -> bool:
         """Send the weights of the last update to an instance that has slept, if they are kept.
@@ -394,11 +396,14 @@ class RolloutWeights:
         Returns:
             Whether the instance has the current weights.
         """
-        return self.version is not None and await self._instances.supervisor.with_liveness_check(
-            [worker_id], self.bring(worker_id)
+        if self.version is None or not self.state.has_weight_memory:
+            return False
+        has_weights = await self._instances.supervisor.with_liveness_check(
+            [worker_id], self.bring_served(worker_id)
         )
+        return has_weights and self.state.is_whole  # All may have dropped them meanwhile.
 
-    async def _bring_served(self, worker_id: str) -> bool:
+    async def bring_served(self, worker_id: str) -> bool:
         """Send the weights of the last update to a worker; returns whether they are current."""
         if self.version is None:
             # No update yet: all instances serve the weights that they were built with.

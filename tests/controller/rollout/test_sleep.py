@@ -1,0 +1,220 @@
+"""All instances sleep while some are rebuilt, added or woken, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import HelmsmanError
+from helmsman.api.scheduler import Job, Scheduler
+from helmsman.controller._aio.event_loop import background_loop
+from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.factory import make_scheduler
+from tests.contract.helpers import wait_until
+
+POLICY = SupervisionPolicy(probe_every_s=0.05, suspect_s=5.0, dead_s=10.0, restart_pause_s=0.05)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Iterator[Scheduler]:
+    with make_scheduler("local", preload=()) as scheduler:
+        yield scheduler
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """Engines do not complete their sleep while this file exists."""
+    return tmp_path / "hold"
+
+
+@pytest.fixture
+def rollout(scheduler: Scheduler, hold: Path) -> Iterator[RolloutController]:
+    """Two instances, whose requests end by ``finish``."""
+    with RolloutController(
+        scheduler,
+        "tests.controller.engines.SleepyRollout",
+        Job(role="rollout", replicas=2),
+        engine_kwargs={"hold": str(hold), "gated": True},
+        supervision=POLICY,
+    ) as rollout:
+        yield rollout
+
+
+def _begin(work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    return asyncio.run_coroutine_threadsafe(work, background_loop())
+
+
+def _awake(rollout: RolloutController) -> list[str]:
+    return [rollout.scheduler.call_engine(worker.id, "how_awake") for worker in rollout.workers]
+
+
+def _pid(scheduler: Scheduler, worker_id: str) -> int:
+    return next(status.pid for status in scheduler.status() if status.worker_id == worker_id) or 0
+
+
+def _wait_state(rollout: RolloutController, worker_id: str, state: Health) -> None:
+    wait_until(
+        lambda: rollout.stats().instances[worker_id].state is state, f"{worker_id} is {state.value}"
+    )
+
+
+def _wait_asked_to_load(scheduler: Scheduler, *worker_ids: str) -> None:
+    """Wait until these engines have been sent weights for the first time."""
+
+    def are_asked() -> bool:
+        try:
+            return all(scheduler.call_engine(each, "figures")[0] == 1 for each in worker_ids)
+        except HelmsmanError:  # There is no engine yet.
+            return False
+
+    wait_until(are_asked, "they load weights")
+
+
+def _update_held(rollout: RolloutController, version: int) -> None:
+    """Update the weights; instances that get them later load them until their ``finish``."""
+    updating = _begin(rollout.async_update_weights({"weight": "held"}, version))
+    for worker_id, instance in rollout.stats().instances.items():
+        if not instance.is_asleep:
+            rollout.scheduler.call_engine(worker_id, "finish")
+    assert updating.result(30) == version
+
+
+def _begin_sleep_beside_request(rollout: RolloutController) -> tuple[Future[Any], Future[Any]]:
+    """Begin a sleep that waits for a request of rollout/0; returns both."""
+    request = rollout.submit([1])
+    wait_until(
+        lambda: rollout.scheduler.call_engine("rollout/0", "figures")[2] != [], "it is in flight"
+    )
+    sleeping = _begin(rollout.async_sleep())
+    wait_until(lambda: rollout.stats().paused, "it waits for the request")
+    return sleeping, request
+
+
+def _check_sleep_holds_requests(
+    rollout: RolloutController, sleeping: Future[Any], request: Future[Any]
+) -> None:
+    """Check that no request is sent from before the end of a waiting sleep until ``wake``."""
+    assert rollout.stats().paused and not sleeping.done()
+    later = rollout.submit([5])
+    rollout.scheduler.call_engine("rollout/0", "finish")
+    sleeping.result(30)
+    assert request.result(30).token_ids == [2]
+    assert _awake(rollout) == ["asleep", "asleep"]
+    assert rollout.stats().paused and rollout.stats().num_queued == 1
+    rollout.wake()
+    wait_until(
+        lambda: bool(
+            [
+                each
+                for worker in rollout.workers
+                for each in rollout.scheduler.call_engine(worker.id, "finish")
+            ]
+        ),
+        "it is sent",
+    )
+    assert later.result(30).token_ids == [6]
+
+
+def test_rebuild_while_sleep_waits_for_requests(rollout: RolloutController) -> None:
+    rollout.update_weights({"weight": [1.0]}, 1)
+    rollout.drain(["rollout/1"])
+    sleeping, request = _begin_sleep_beside_request(rollout)
+    killed = _pid(rollout.scheduler, "rollout/1")
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: _pid(rollout.scheduler, "rollout/1") not in (0, killed), "it is restarted")
+    _wait_state(rollout, "rollout/1", Health.HEALTHY)
+    _check_sleep_holds_requests(rollout, sleeping, request)
+
+
+def test_wake_of_one_loads_weights_while_sleep_waits(rollout: RolloutController) -> None:
+    rollout.sleep(worker_ids=["rollout/1"])
+    _update_held(rollout, 1)
+    waking = _begin(rollout.async_wake(worker_ids=["rollout/1"]))
+    _wait_asked_to_load(rollout.scheduler, "rollout/1")
+    sleeping, request = _begin_sleep_beside_request(rollout)
+    rollout.scheduler.call_engine("rollout/1", "finish")
+    waking.result(30)
+    _check_sleep_holds_requests(rollout, sleeping, request)
+
+
+def test_wake_of_one_waits_for_sleep_of_all(rollout: RolloutController) -> None:
+    rollout.sleep(worker_ids=["rollout/1"])
+    sleeping, request = _begin_sleep_beside_request(rollout)
+    waking = _begin(rollout.async_wake(worker_ids=["rollout/1"]))
+    rollout.stats()  # a turn of the loop at least
+    _check_sleep_holds_requests(rollout, sleeping, request)
+    waking.result(30)
+
+
+def test_failed_sleep_resumes_requests(rollout: RolloutController) -> None:
+    sleeping, request = _begin_sleep_beside_request(rollout)
+    sleeping.cancel()
+    wait_until(lambda: not rollout.stats().paused, "requests are sent again")
+    rollout.scheduler.call_engine("rollout/0", "finish")
+    assert request.result(30).token_ids == [2]
+
+
+def test_wake_while_instance_is_added(rollout: RolloutController, hold: Path) -> None:
+    def how_awake() -> str:
+        try:
+            return str(rollout.scheduler.call_engine("rollout/2", "how_awake"))
+        except HelmsmanError:  # There is no engine yet.
+            return ""
+
+    rollout.update_weights({"weight": [1.0]}, 1)
+    rollout.sleep()
+    hold.touch()
+    adding = _begin(rollout.async_add())
+    wait_until(lambda: how_awake() == "drowsy", "it goes to sleep as the others have")
+    waking = _begin(rollout.async_wake())
+    rollout.stats()  # a turn of the loop at least
+    hold.unlink()
+    assert adding.result(30) == ["rollout/2"]
+    waking.result(30)
+    assert _awake(rollout) == ["awake"] * 3
+    rollout.update_weights({"weight": [1.0]}, 2)
+    assert rollout.versions() == dict.fromkeys(["rollout/0", "rollout/1", "rollout/2"], 2)
+
+
+def test_sleep_while_instances_are_added(rollout: RolloutController) -> None:
+    """Sleep does not wait for them; they sleep once they have their weights."""
+    _update_held(rollout, 1)
+    adding = _begin(rollout.async_add(2))
+    _wait_asked_to_load(rollout.scheduler, "rollout/2", "rollout/3")
+    rollout.scheduler.call_engine("rollout/2", "finish")
+    wait_until(
+        lambda: rollout.scheduler.call_engine("rollout/2", "get_version") == 1, "one has them"
+    )
+    rollout.sleep()
+    assert not adding.done()
+    rollout.scheduler.call_engine("rollout/3", "finish")
+    assert adding.result(30) == ["rollout/2", "rollout/3"]
+    assert _awake(rollout) == ["asleep"] * 4
+    rollout.wake()
+    assert _awake(rollout) == ["awake"] * 4
+    assert {each.state for each in rollout.stats().instances.values()} == {Health.HEALTHY}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_rebuild_while_weights_alone_are_awake(rollout: RolloutController, level: int) -> None:
+    rollout.update_weights({"weight": [1.0]}, 1)
+    rollout.sleep(level)
+    os.kill(_pid(rollout.scheduler, "rollout/1"), signal.SIGKILL)
+    _wait_state(rollout, "rollout/1", Health.RESTARTING)
+    rollout.wake(weights_only=True)
+    _wait_state(rollout, "rollout/1", Health.HEALTHY)
+    assert _awake(rollout) == ["warm", "warm"]
+    rollout.update_weights({"weight": [1.0]}, 2)
+    rollout.wake()
+    assert _awake(rollout) == ["awake", "awake"]
+    assert rollout.versions() == {"rollout/0": 2, "rollout/1": 2}
