@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy
+from helmsman.api.scheduler import (
+    Call,
+    Job,
+    Scheduler,
+    SchedulingSpec,
+    SchedulingStrategy,
+    WorkerState,
+)
+from helmsman.controller._aio.event_loop import run_sync
+from helmsman.rpc_server._wire.codec import encode
 from tests.contract.engines import Counter, NeverDestroyed
 from tests.contract.helpers import Engine, is_running, wait_gone, wait_until
 
@@ -43,6 +52,22 @@ def test_alias_shares_workers(scheduler: Scheduler, role: str) -> None:
         scheduler.call_engine(target[1], "add", alias[1])
     with pytest.raises(errors.WorkerNotFoundError):
         critic.call("add")
+
+
+def test_call_many_alias_and_target(scheduler: Scheduler, role: str) -> None:
+    (target,) = scheduler.create_workers(Job(role=role))
+    (alias,) = scheduler.create_workers(_alias(f"{role}-alias", role, 1))
+    Engine.create(scheduler, target, Counter, "shared")
+    call = Call(payload=encode(((1,), {})))
+
+    async def call_both() -> tuple[dict[str, int], dict[str, BaseException]]:
+        fanout = scheduler.call_many({target: call, alias: call}, "add", "shared", timeout=60)
+        await fanout.wait()
+        return dict(fanout.results), dict(fanout.failures)
+
+    assert run_sync(call_both()) == ({target: 1, alias: 2}, {})
+    (state,) = {worker.state for worker in scheduler.status() if worker.worker_id == target}
+    assert state is WorkerState.READY
 
 
 def test_delete_alias_destroy_hangs(scheduler: Scheduler, role: str) -> None:
