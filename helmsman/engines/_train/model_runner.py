@@ -72,7 +72,7 @@ class ModelRunner:
         }
         num_units = counts.get("num_pairs", num_tokens)
         sums: dict[str, torch.Tensor] = {}
-        error: Exception | None = None
+        error: Exception | SystemExit | None = None
         for number, on_host in enumerate(micro_batches, start=1):
             begin_backward(
                 self._model(),
@@ -87,7 +87,7 @@ class ModelRunner:
                 try:
                     loss_sum, stats = loss(outputs, micro_batch.columns)
                 # Raised below, after this rank has taken part in the remaining collectives.
-                except Exception as exc:  # noqa: BLE001
+                except (Exception, SystemExit) as exc:  # noqa: BLE001
                     error = exc
                 else:
                     total = total + loss_sum
