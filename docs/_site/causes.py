@@ -245,7 +245,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "SchedulerClosedError": ("A call after the `with` block.", "Move the call into the block."),
     "ShutdownIncompleteError": (
-        "A process ignores signals or waits for a disk.",
+        "A process ignores signals or waits for a disk, or an engine's `destroy` does not end.",
         "Run the command in the message.",
     ),
     "LogDirectoryError": ("A read-only or full directory.", "Pass another `log_dir`."),

@@ -8,6 +8,7 @@ Scheduler calls any object; TrainController and RolloutController require these 
 from __future__ import annotations
 
 import abc
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -55,6 +56,20 @@ def sample_numbers(samples: Sequence[Sample]) -> Sequence[int]:
     In other sequences it is the position in ``samples``.
     """
     return samples.numbers if isinstance(samples, SampleShare) else range(len(samples))
+
+
+def require_mapping(number: int, sample: object) -> None:
+    """Raise ValueError if a sample of a batch is not a mapping.
+
+    Args:
+        number: Index of the sample in the caller's batch.
+        sample: The sample.
+    """
+    if not isinstance(sample, Mapping):
+        raise ValueError(
+            f"sample {number} is {reprlib.repr(sample)} (type {type(sample).__name__}); expected a "
+            "mapping of columns by name, with 'input_ids'"
+        )
 
 
 LossFn: TypeAlias = Callable[..., tuple["torch.Tensor", dict[str, "torch.Tensor"]]]

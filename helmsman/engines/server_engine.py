@@ -23,7 +23,7 @@ from helmsman.api.errors import ServerLostError, ServerRequestError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.weight_states import WeightEvent, WeightState
-from helmsman.api.weights import Weights
+from helmsman.api.weights import Weights, WeightsOnDisk
 from helmsman.api.workers import worker_context
 from helmsman.engines._server import http
 from helmsman.engines._server.dialects import DIALECTS
@@ -329,6 +329,7 @@ class ServerEngine(InferenceEngine):
 
     def _require_awake(self) -> None:
         if not self._state.has_cache:
+            self._running().require_server()  # wake() would not help
             raise RuntimeError(
                 f"a request arrived while the server is {self._state.value}; call wake() first"
             )
@@ -376,6 +377,7 @@ class ServerEngine(InferenceEngine):
         requests = self._served()
         async with self._one_update:
             if not self._state.has_weight_memory:
+                self._running().require_server()
                 raise RuntimeError(
                     "the server is asleep and has no memory for weights; call "
                     "wake(weights_only=True) first"
@@ -394,11 +396,18 @@ class ServerEngine(InferenceEngine):
 
     @contextlib.asynccontextmanager
     async def _laid_out(self, weights: Weights) -> AsyncIterator[str]:
-        loop = asyncio.get_running_loop()
+        loop, client = asyncio.get_running_loop(), self._running()
         if self._group is None:
             self._group = WeightGroup(current_platform.device(0))
         folder = as_folder(weights, self._group, self._forms, self._exchange)
-        path = await loop.run_in_executor(self._weight_thread, folder.__enter__)
+        try:
+            path = await loop.run_in_executor(self._weight_thread, folder.__enter__)
+        except FileNotFoundError:
+            if not isinstance(weights, WeightsOnDisk):
+                # The server's guard removes the exchange folder before its own end is detected.
+                await client.wait_end()
+                client.require_server()
+            raise
         try:
             yield path
         finally:
@@ -444,6 +453,7 @@ class ServerEngine(InferenceEngine):
             ValueError: The level is not 1 or 2.
             RuntimeError: Requests are in flight, or the server was started without
                 ``ServerConfig.sleep``.
+            ServerLostError: The server has ended or its connection broke.
         """
         requests = self._served()
         check_level(level)

@@ -199,6 +199,14 @@ class Counter(CountingEngine):
         self.destroyed = path
 
 
+class NeverDestroyed:
+    """An engine whose async destroy never ends."""
+
+    async def destroy(self) -> None:
+        """Wait for ever, until the event loop ends."""
+        await asyncio.Event().wait()
+
+
 class Failing:
     """An engine whose constructor raises."""
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy
-from tests.contract.engines import Counter
+from helmsman.api.scheduler import (
+    Call,
+    Job,
+    Scheduler,
+    SchedulingSpec,
+    SchedulingStrategy,
+    WorkerState,
+)
+from helmsman.controller._aio.event_loop import run_sync
+from helmsman.rpc_server._wire.codec import encode
+from tests.contract.engines import Counter, NeverDestroyed
 from tests.contract.helpers import Engine, is_running, wait_gone, wait_until
 
 
@@ -42,6 +52,56 @@ def test_alias_shares_workers(scheduler: Scheduler, role: str) -> None:
         scheduler.call_engine(target[1], "add", alias[1])
     with pytest.raises(errors.WorkerNotFoundError):
         critic.call("add")
+
+
+def test_call_many_alias_and_target(scheduler: Scheduler, role: str) -> None:
+    (target,) = scheduler.create_workers(Job(role=role))
+    (alias,) = scheduler.create_workers(_alias(f"{role}-alias", role, 1))
+    Engine.create(scheduler, target, Counter, "shared")
+    call = Call(payload=encode(((1,), {})))
+
+    async def call_both() -> tuple[dict[str, int], dict[str, BaseException]]:
+        fanout = scheduler.call_many({target: call, alias: call}, "add", "shared", timeout=60)
+        await fanout.wait()
+        return dict(fanout.results), dict(fanout.failures)
+
+    assert run_sync(call_both()) == ({target: 1, alias: 2}, {})
+    (state,) = {worker.state for worker in scheduler.status() if worker.worker_id == target}
+    assert state is WorkerState.READY
+
+
+def test_delete_alias_destroy_hangs(scheduler: Scheduler, role: str) -> None:
+    (target,) = scheduler.create_workers(Job(role=role))
+    (alias,) = scheduler.create_workers(_alias(f"{role}-alias", role, 1))
+    actor = Engine.create(scheduler, target, Counter)
+    Engine.create(scheduler, alias, NeverDestroyed)
+    with pytest.raises(errors.ShutdownIncompleteError) as raised:
+        scheduler.delete_workers(f"{role}-alias")
+    assert raised.value.command == f"scheduler.delete_workers('{role}')"
+    (left,) = raised.value.remaining
+    assert left.startswith(f"engine(s) {alias} of {alias}, whose destroy has not ended in worker")
+    assert f"worker {target} (pid " in left
+    assert actor.call("add") == 1, "its thread is free again"
+    assert scheduler.create_workers(_alias(f"{role}-alias", role, 1)) == [alias]
+    assert Engine.create(scheduler, alias, Counter).call("add") == 1, "the name is free again"
+    scheduler.delete_workers(role)
+
+
+def test_delete_alias_of_busy_target(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
+    (target,) = scheduler.create_workers(Job(role=role))
+    (alias,) = scheduler.create_workers(_alias(f"{role}-alias", role, 1))
+    actor = Engine.create(scheduler, target, Counter)
+    Engine.create(scheduler, alias, Counter)
+    started, release = tmp_path / "started", tmp_path / "release"
+    busy = actor.begin("wait", str(started), str(release))
+    wait_until(started.exists, "the target is busy")
+    with pytest.raises(errors.ShutdownIncompleteError, match=f"engine.s. {alias} of {alias}"):
+        scheduler.delete_workers(f"{role}-alias")
+    release.touch()
+    assert busy.result() == 1
+    assert actor.call("add", 0) == 1
+    health = asyncio.run(scheduler.check_health(target))
+    assert list(health.engines) == [target], "the engine was destroyed in its turn"
 
 
 def test_delete_target_deletes_aliases(scheduler: Scheduler, role: str) -> None:

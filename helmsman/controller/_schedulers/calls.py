@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -183,11 +184,13 @@ class CallService:
     ) -> Fanout:
         """Call several workers; see ``Scheduler.call_many``.
 
-        Workers with the same arguments share one message, which is encoded once.
+        Workers with the same arguments share one message, which is encoded once. Ids of one process
+        do not share a message, since its request id would not be unique there.
         """
         fanout = Fanout(*self._limit("call_many", timeout))
         shared: dict[tuple[Any, ...], Outgoing] = {}
         packed: list[tuple[str, WorkerClient, Outgoing]] = []
+        num_packed: collections.Counter[WorkerClient] = collections.Counter()
         for worker_id, call in calls.items():
             try:
                 _require_call("call_many", worker_id, method, engine_name, call.rpc_meta)
@@ -196,6 +199,7 @@ class CallService:
                     id(call.payload),
                     _name_for(client, engine_name or worker_id),
                     id(call.rpc_meta),
+                    num_packed[client],
                 )
                 outgoing = None if call.payload is None else shared.get(key)
                 if outgoing is None:
@@ -203,6 +207,7 @@ class CallService:
                         client, worker_id, method, engine_name, call
                     )
                 packed.append((worker_id, client, outgoing))
+                num_packed[client] += 1
             # One worker's failure must not hide calls sent to others
             except Exception as error:  # noqa: BLE001
                 fanout.failed(worker_id, error)

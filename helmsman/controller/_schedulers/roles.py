@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from helmsman.api import errors
 from helmsman.api.plan import PlannedInstance, PlannedRole, PlannedWorker
@@ -21,6 +21,11 @@ from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import Verb
 
 log = logging.getLogger(__name__)
+
+_WORKER_SHARE = 0.8
+"""Part of a destroy request's limit that the worker waits for async methods, so that its reply
+arrives within the limit.
+"""
 
 T = TypeVar("T")
 
@@ -319,12 +324,18 @@ async def stop_roles(
     One deadline covers everything.
 
     Raises:
-        ShutdownIncompleteError: Processes are still running.
+        ShutdownIncompleteError: Processes are still running, or engines in workers of other roles
+            have not been destroyed.
     """
     deadline = Deadline(limit_s)
-    hung: set[WorkerClient] = set().union(
-        *await asyncio.gather(*(_end_engines(role, deadline) for role in doomed))
-    )
+    late = [
+        each
+        for found in await asyncio.gather(*(_end_engines(role, deadline) for role in doomed))
+        for each in found
+    ]
+    hung = {each.client for each in late}  # a shutdown request may hang as well
+    ending = {client for role in doomed if not role.reuses for client in role.clients.values()}
+    outliving = [each for each in late if each.client not in ending]
     remaining: list[str] = []
     for role in doomed:
         if role.reuses:
@@ -347,39 +358,62 @@ async def stop_roles(
         with contextlib.suppress(errors.ShutdownIncompleteError):
             # the process is already listed in remaining
             await role.free()
+    commands = []
     if remaining:
+        pids = [part.split()[1] for part in remaining if part.startswith("pid ")]
+        commands.append(f"kill -9 {' '.join(pids)}")
+    targets = {each.client.worker_id.rpartition("/")[0] for each in outliving}
+    commands += [f"scheduler.delete_workers({target!r})" for target in sorted(targets)]
+    if commands:
         raise errors.ShutdownIncompleteError(
             operation=operation,
-            remaining=remaining,
+            remaining=[*remaining, *(each.describe() for each in outliving)],
             elapsed_s=deadline.elapsed_s,
-            command="kill -9 "
-            + " ".join(part.split()[1] for part in remaining if part.startswith("pid ")),
+            command="; ".join(commands),
         )
 
 
-async def _end_engines(role: Role, deadline: Deadline) -> set[WorkerClient]:
-    """Destroy the engines of a role; returns the workers that did not reply in time."""
-    hung: set[WorkerClient] = set()
+class _LateEngines(NamedTuple):
+    """Engines of one worker whose ``destroy`` did not end in time; it still runs, or will."""
+
+    client: WorkerClient
+    worker_id: str
+    names: Sequence[str]
+
+    def describe(self) -> str:
+        """Name the engines and their worker, as a part of ShutdownIncompleteError."""
+        return (
+            f"engine(s) {', '.join(self.names)} of {self.worker_id}, whose destroy has not ended "
+            f"in worker {self.client.worker_id} (pid {self.client.pid} on {self.client.node})"
+        )
+
+
+async def _end_engines(role: Role, deadline: Deadline) -> list[_LateEngines]:
+    """Destroy the engines of a role; returns those that were not destroyed in time."""
+    late: list[_LateEngines] = []
 
     async def end(worker_id: str, client: WorkerClient) -> None:
         names = sorted(role.engine_names.get(worker_id, ())) if role.reuses else None
         if names == []:
             return
         # Half of the time, so that a hung engine leaves the rest for ending its process.
+        limit_s = max(deadline.remaining_s / 2, 0.001)
         try:
-            problems = await client.control(
-                Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001)
+            problems, unfinished = await client.control(
+                Verb.DESTROY, names, _WORKER_SHARE * limit_s, limit_s=limit_s
             )
         except errors.CallTimeoutError:
-            hung.add(client)  # a shutdown request would hang as well
+            late.append(_LateEngines(client, worker_id, names or []))
         except errors.CallError:
             return  # it is dead
         else:
+            if unfinished:
+                late.append(_LateEngines(client, worker_id, unfinished))
             for problem in problems:
                 log.warning("%s: %s", worker_id, problem)
 
     await asyncio.gather(*(end(*pair) for pair in role.clients.items()))
-    return hung
+    return late
 
 
 async def _ask_to_end(client: WorkerClient, deadline: Deadline) -> None:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from helmsman.api.engines import LossFn, Sample, SampleShare
+from helmsman.api.engines import LossFn, Sample, SampleShare, require_mapping
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError
 from helmsman.api.pairs import sample_units
 from helmsman.api.scheduler import Call, ResultHandle, Scheduler, Worker
@@ -75,11 +75,14 @@ def sample_lengths(samples: Sequence[Mapping[str, Any]]) -> list[int]:
     """Validate a batch and return the number of tokens of each sample.
 
     Raises:
-        ValueError: The batch is empty, a sample lacks flat ``input_ids``, a per-token column has
-            another length, or samples have different columns. Names the sample and the column.
+        ValueError: The batch is empty, a sample is not a mapping or lacks flat ``input_ids``, a
+            per-token column has another length, or samples have different columns. Names the sample
+            and the column.
     """
     if not samples:
         raise ValueError("the batch has no samples; give at least one")
+    for index, sample in enumerate(samples):
+        require_mapping(index, sample)
     columns = set(samples[0])
     lengths = []
     for index, sample in enumerate(samples):

@@ -120,13 +120,14 @@ def failing_together(what: str) -> Iterator[None]:
     """Raise an error on every rank if the block fails on any rank. A collective.
 
     Without it, the other ranks would hang in the next collective. The block itself must not
-    communicate. The failed rank raises its own error, the others RuntimeError.
+    communicate. The failed rank raises its own error, SystemExit included, and the others
+    RuntimeError. An interrupt (KeyboardInterrupt) is not shared: it must end its process at once.
     """
-    error: Exception | None = None
+    error: Exception | SystemExit | None = None
     try:
         yield
     # Any error must be reported, or the other ranks would wait for this one.
-    except Exception as exc:  # noqa: BLE001
+    except (Exception, SystemExit) as exc:  # noqa: BLE001
         error = exc
     failures = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:

@@ -211,12 +211,21 @@ class ServerClient:
             )
         return self._session
 
-    async def _raise_lost(self, route: str, error: Exception) -> NoReturn:
-        """Raise the error of a broken connection, after waiting briefly for the process to end."""
+    def require_server(self) -> None:
+        """Raise ServerLostError if the server's process has ended."""
+        if self._has_ended():
+            raise self._lost("it has ended")
+
+    async def wait_end(self) -> None:
+        """Wait briefly for the end of the server's process to be detected."""
         deadline = time.monotonic() + _NEWS_S
         # Another thread sets the flag.
         while not self._has_ended() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+    async def _raise_lost(self, route: str, error: Exception) -> NoReturn:
+        """Raise the error of a broken connection, after waiting briefly for the process to end."""
+        await self.wait_end()
         raise self._lost(f"{route}: {type(error).__name__}: {error}") from error
 
 

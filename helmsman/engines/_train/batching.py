@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from helmsman.api.engines import Sample, SampleShare, sample_numbers
+from helmsman.api.engines import Sample, SampleShare, require_mapping, sample_numbers
 from helmsman.api.pairs import sample_units
 
 _ALIGNMENT = 16
@@ -181,9 +181,9 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
     SampleShare's samples in the whole batch.
 
     Raises:
-        ValueError: A sample lacks ``input_ids``, has ids outside the vocabulary, or its entries
-            differ from the first sample's in name or in being per token; an entry has another
-            length; or a ``pair`` does not have two samples.
+        ValueError: A sample is not a mapping, lacks ``input_ids``, has ids outside the vocabulary,
+            or its entries differ from the first sample's in name or in being per token; an entry
+            has another length; or a ``pair`` does not have two samples.
     """
     numbers = sample_numbers(samples)
     checked: list[Columns] = [
@@ -328,6 +328,7 @@ def _balanced(
 
 
 def _to_columns(number: int, sample: Mapping[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
+    require_mapping(number, sample)
     if "input_ids" not in sample:
         raise ValueError(
             f"sample {number} has no 'input_ids'; it has: {', '.join(sorted(sample)) or 'nothing'}"

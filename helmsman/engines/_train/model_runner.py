@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ from helmsman.engines.train_config import TrainConfig
 class ModelRunner:
     """Runs the passes of one rank. Its methods are collectives.
 
-    ``model`` returns the sharded model. It is called before every pass, so that it can raise an
-    error when the process groups have been aborted.
+    ``model`` is a method of the engine that returns the sharded model. It is called before every
+    pass, so that it can raise an error when the process groups have been aborted. It is referenced
+    weakly, because the engine holds this runner and would be part of a cycle.
     """
 
     def __init__(
@@ -40,7 +42,12 @@ class ModelRunner:
         model: Callable[[], nn.Module],
     ) -> None:
         self._config, self._traits, self._mesh = config, traits, mesh
-        self._device, self._model = device, model
+        self._device, self._engines_model = device, weakref.WeakMethod(model)
+
+    def _model(self) -> nn.Module:
+        model = self._engines_model()
+        assert model is not None
+        return model()
 
     @property
     def vocab_size(self) -> int:
@@ -65,7 +72,7 @@ class ModelRunner:
         }
         num_units = counts.get("num_pairs", num_tokens)
         sums: dict[str, torch.Tensor] = {}
-        error: Exception | None = None
+        error: Exception | SystemExit | None = None
         for number, on_host in enumerate(micro_batches, start=1):
             begin_backward(
                 self._model(),
@@ -80,7 +87,7 @@ class ModelRunner:
                 try:
                     loss_sum, stats = loss(outputs, micro_batch.columns)
                 # Raised below, after this rank has taken part in the remaining collectives.
-                except Exception as exc:  # noqa: BLE001
+                except (Exception, SystemExit) as exc:  # noqa: BLE001
                     error = exc
                 else:
                     total = total + loss_sum

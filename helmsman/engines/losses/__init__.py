@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 import torch
 
-from helmsman.api.engines import Head, LossFn, LossTraits, Sample
+from helmsman.api.engines import (
+    Head,
+    LossFn,
+    LossTraits,
+    Sample,
+    require_mapping,
+    sample_numbers,
+)
 from helmsman.api.pairs import PAIR
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.losses.columns import LossResult, kl_estimate
@@ -127,7 +134,7 @@ def prepare_loss(
 
     Raises:
         ValueError: The loss does not exist, lacks an argument of ``kwargs``, reads the outputs of
-            another head, or compares pairs and the samples are not paired.
+            another head, or compares pairs and the samples are not paired or no mappings.
     """
     function, arguments = resolve_loss(loss), dict(kwargs or {})
     while isinstance(function, functools.partial) and not function.args:
@@ -154,6 +161,8 @@ def prepare_loss(
         raise ValueError(
             f"loss {name!r} needs entropies, which a model with the head {head!r} does not have"
         )
+    if traits.paired and samples:
+        require_mapping(sample_numbers(samples)[0], samples[0])
     if traits.paired and samples and PAIR not in samples[0]:
         raise ValueError(
             f"loss {name!r} compares pairs and needs the column {PAIR!r} in every sample, which "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,6 @@ from helmsman.rpc_server._process.command import CommandEngine
 from helmsman.rpc_server._wire.messages import Request, dotted
 
 _PROPERTIES = property, functools.cached_property
-DESTROY_S = 30.0
-"""Longest wait in seconds for an engine's async ``destroy``; the engine thread then continues."""
 
 
 class EngineRegistry:
@@ -117,15 +116,26 @@ class EngineRegistry:
             )
         return engine, method
 
-    def destroy(self, names: list[str] | None) -> list[str]:
-        """Destroy engines, newest first, and return the failures; None names all of them.
+    def destroy(self, names: list[str] | None, limit_s: float) -> tuple[list[str], list[str]]:
+        """Destroy engines, newest first; a failure does not keep the other engines alive.
 
-        A failure does not keep the other engines alive.
+        Each name is free before the engine's ``destroy`` begins.
+
+        Args:
+            names: Names of the engines; None destroys all.
+            limit_s: Longest wait in seconds for all async ``destroy`` methods together. The engine
+                thread then continues.
+
+        Returns:
+            Descriptions of the failures, and the names of the engines whose ``destroy`` has not
+            ended.
         """
-        problems = []
+        deadline = time.monotonic() + limit_s
+        problems, unfinished = [], []
         for name, engine in reversed(list(self._engines.items())):
             if names is not None and name not in names:
                 continue
+            del self._engines[name]
             try:
                 destroy = getattr(engine, "destroy", None)
                 result = destroy() if callable(destroy) else None
@@ -134,17 +144,18 @@ class EngineRegistry:
                     self._loop.submit(
                         None, dotted(name, "destroy"), functools.partial(_await_then, result, done)
                     )
-                    if not done.wait(DESTROY_S):
+                    if not done.wait(max(0.0, deadline - time.monotonic())):
+                        unfinished.append(name)
                         problems.append(
-                            f"{dotted(name, 'destroy')} did not end within {DESTROY_S:g} s; it "
+                            f"{dotted(name, 'destroy')} did not end within {limit_s:.3g} s; it "
                             "continues in the background"
                         )
+                        continue
             # An engine's own clean-up may raise anything.
             except BaseException as error:  # noqa: BLE001
                 problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
-            del self._engines[name]
             self._say("engine %s is destroyed", name)
-        return problems
+        return problems, unfinished
 
 
 async def _await_then(awaitable: Any, done: threading.Event) -> None:

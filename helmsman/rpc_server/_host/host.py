@@ -145,10 +145,8 @@ class EngineHost:
             elif request.verb is Verb.CREATE_ENGINE:
                 self._begin_create(request, payload, reply)
             elif request.verb is Verb.DESTROY:
-                names = decode(payload)[0]
-                work = functools.partial(
-                    self._answer, request, reply, lambda: self._engines.destroy(names)
-                )
+                destroy = functools.partial(self._engines.destroy, *decode(payload))
+                work = functools.partial(self._answer, request, reply, destroy)
                 self.engine_thread.submit(
                     request.id, "destroy", work, functools.partial(self._decline, request, reply)
                 )

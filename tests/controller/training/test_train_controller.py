@@ -85,6 +85,7 @@ def test_split_by_tokens_of_fewer_samples_than_parts() -> None:
     ("samples", "message"),
     [
         ([], "the batch has no samples"),
+        ([{"input_ids": [1]}, 2], r"sample 1 is 2 \(type int\); expected a mapping"),
         ([{"loss_mask": [1]}], r"sample 0 has no column 'input_ids'; it has \['loss_mask'\]"),
         ([{"input_ids": [1]}, {"input_ids": []}], "sample 1: column 'input_ids' is empty"),
         ([{"input_ids": 3}], "sample 0: column 'input_ids' is a scalar"),

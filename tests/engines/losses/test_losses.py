@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 import torch
 
-from helmsman.api.engines import loss_traits
+from helmsman.api.engines import SampleShare, loss_traits
 from helmsman.engines.losses import (
     LOSSES,
     cispo_loss,
@@ -510,6 +510,8 @@ def test_prepare_loss_unsuitable_losses() -> None:
     ):
         prepare_loss("dpo", None, [sample], "lm")
     assert prepare_loss("dpo", None, [], "lm").traits.paired
+    with pytest.raises(ValueError, match=r"sample 7 is 1 \(type int\); expected a mapping"):
+        prepare_loss("dpo", None, SampleShare([1], [7]), "lm")  # type: ignore[list-item]
 
     @loss_traits(needs_entropy=True)
     def greedy(

@@ -544,6 +544,28 @@ async def test_wake_without_weights_holds_requests(dialect: str, tmp_path: Path)
         require(await task, [1, 2], 1.0)
 
 
+@pytest.mark.slow
+@vllm_alone
+async def test_server_dies_then_update_and_sleep(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, sleep=True) as engine:
+        await engine.stats()
+        os.kill(engine.server_pid(), signal.SIGKILL)
+        # The end of the server is detected later than the end of its folder.
+        await until(lambda: not os.path.isdir(engine._exchange))
+        with pytest.raises(ServerLostError, match="SIGKILL"):
+            await engine.update_weights(tensors_of(1.0), 1)
+        with pytest.raises(ServerLostError, match="SIGKILL"):
+            await engine.sleep()
+        for call in (
+            engine.agenerate(asked("a", [1, 2], 5)),
+            engine.agenerate_samples([asked("a", [1, 2], 5)]),
+            engine.update_weights(tensors_of(1.0), 1),
+            engine.wake(),
+        ):
+            with pytest.raises(ServerLostError, match="SIGKILL"):
+                await call
+
+
 async def test_sleep_not_enabled(engine: ServerEngine) -> None:
     with pytest.raises(RuntimeError, match=r"ServerConfig\.sleep"):
         await engine.sleep()

@@ -89,6 +89,8 @@ def test_make_micro_batch_integer_types(kind: type[np.integer[Any]]) -> None:
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
+        (2, "sample 1 is 2 .type int.; expected a mapping"),
+        ("input_ids", "sample 1 is 'input_ids' .type str."),
         ({"tokens": [1]}, "sample 1 has no 'input_ids'"),
         ({"input_ids": []}, "sample 1: 'input_ids' is"),
         ({"input_ids": [[1, 2]]}, "sample 1: 'input_ids' is"),
@@ -107,7 +109,7 @@ def test_make_micro_batch_integer_types(kind: type[np.integer[Any]]) -> None:
         ({"input_ids": [1, 2], "advantages": 1.0}, "sample 1 has the entries"),
     ],
 )
-def test_check_samples_malformed(sample: dict[str, Any], message: str) -> None:
+def test_check_samples_malformed(sample: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_micro_batches([{"input_ids": [1, 2]}, sample], max_tokens=100, vocab_size=50)
 

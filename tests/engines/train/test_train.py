@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import pickle
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +378,21 @@ def test_initialize_again_resets_steps(make: Make) -> None:
     engine.initialize()
     assert engine.get_version() == 0
     assert [engine.train_batch(SAMPLES, "sft") for _ in range(2)] == expected
+
+
+def test_dropped_engine_is_freed_at_once(make: Make) -> None:
+    make()  # keeps the process group
+    engine = FSDPTrainEngine(model=QWEN2, lr=LR)
+    engine.initialize()
+    engine.train_batch(SAMPLES, "sft")
+    engine.forward(SAMPLES)
+    dropped = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 def test_destroy_keeps_foreign_process_group(make: Make) -> None:

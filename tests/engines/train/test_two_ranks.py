@@ -7,6 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from helmsman.api.pairs import pair_samples
 from helmsman.controller._training.ranks import split_samples
@@ -114,3 +116,31 @@ def test_train_batch_two_model_parallel_ranks(
 def test_train_batch_micro_batches(alone: list[list[dict[str, float]]]) -> None:
     (results,) = run_ranks(scenario, 1, 1)
     same(results, alone)
+
+
+def exits_on_rank_one(
+    logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    if dist.get_rank() == 1:
+        raise SystemExit("rank 1 exits")
+    return logprobs.sum(), {}
+
+
+def exit_of_one_rank() -> tuple[str, str]:
+    engine = FSDPTrainEngine(model=QWEN2, lr=1e-2, rendezvous_timeout_s=60, collective_timeout_s=20)
+    engine.initialize()
+    try:
+        engine.train_batch(PAIRS, exits_on_rank_one)
+    except (RuntimeError, SystemExit) as error:
+        return type(error).__name__, str(error)
+    finally:
+        engine.destroy()
+    return "", ""
+
+
+def test_train_batch_loss_exits_on_one_rank() -> None:
+    first, second = run_ranks(exit_of_one_rank, 2)
+    assert second == ("SystemExit", "rank 1 exits")
+    assert first[0] == "RuntimeError"
+    assert "the loss failed on another rank" in first[1]
+    assert "rank 1: SystemExit: rank 1 exits" in first[1]

@@ -12,7 +12,6 @@ import pytest
 
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import EngineCallError
-from helmsman.rpc_server._host import engine_registry
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
@@ -75,6 +74,18 @@ class Blocking:
     async def async_note(self, name: str) -> list[str]:
         """Note that this call ran."""
         return self.note(name)
+
+
+class SlowToDestroy:
+    """Its async destroy lasts until the test releases it."""
+
+    started = threading.Event()
+    released = threading.Event()
+
+    async def destroy(self) -> None:
+        """Wait for the test."""
+        self.started.set()
+        await asyncio.to_thread(self.released.wait, LIMIT_S)
 
 
 class Asked:
@@ -178,18 +189,30 @@ def test_health_engine_failure_raises(asked: Asked) -> None:
     }
 
 
-def test_destroy_async_hangs(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_destroy_async_hangs(asked: Asked) -> None:
     class Hanging:
         async def destroy(self) -> None:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(engine_registry, "DESTROY_S", 0.05)
     asked.begin(2, Verb.CREATE_ENGINE, (Hanging, (), {}), engine="hanging")
     assert asked.answer(2) == (True, None)
-    assert asked.ask(3, Verb.DESTROY, (["hanging"],)) == [
-        "hanging.destroy did not end within 0.05 s; it continues in the background"
-    ]
+    assert asked.ask(3, Verb.DESTROY, (["hanging"], 0.05)) == (
+        ["hanging.destroy did not end within 0.05 s; it continues in the background"],
+        ["hanging"],
+    )
     assert asked.ask(4, Verb.CALL, (("later",), {}), "note") == ["later"]
+    asked.begin(5, Verb.CREATE_ENGINE, (Hanging, (), {}), engine="hanging")
+    assert asked.answer(5) == (True, None)
+
+
+def test_destroy_frees_name_before_it_ends(asked: Asked) -> None:
+    asked.begin(2, Verb.CREATE_ENGINE, (SlowToDestroy, (), {}), engine="slow")
+    assert asked.answer(2) == (True, None)
+    asked.begin(3, Verb.DESTROY, (["slow"], LIMIT_S))
+    assert SlowToDestroy.started.wait(LIMIT_S)
+    assert "slow" not in asked.host.health().engines
+    SlowToDestroy.released.set()
+    assert asked.answer(3) == (True, ([], []))
 
 
 @pytest.mark.parametrize("method", ["note", "async_note"])
