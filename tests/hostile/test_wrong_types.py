@@ -103,7 +103,10 @@ ACCEPTS: Mapping[str, Accepts] = {
         _COUNT,
     ),
     **dict.fromkeys(("lr", "num_cpus"), _NUMBER),
-    **dict.fromkeys(("reverse_order", "elsewhere", "background", "migrate", "weights_only"), _FLAG),
+    **dict.fromkeys(
+        ("reverse_order", "elsewhere", "background", "migrate", "weights_only", "all_or_none"),
+        _FLAG,
+    ),
     **dict.fromkeys(("handle", "fault", "job", "jobs", "rollout"), _NOTHING),
     **dict.fromkeys(("sampling", "options", "resume_from"), _or_none(_NOTHING)),
     **dict.fromkeys(("env", "calls", "weights"), _MAPPING),

@@ -24,6 +24,8 @@ _OWN_PACKAGE = "helmsman.rpc_server."
 SWITCH_INTERVAL_S = 1e-6
 _LAST_TASKS_S = 1.0
 """Seconds that cancelled tasks of a stopped loop have to end."""
+_SIGNALS_EVERY_S = 1.0
+"""Longest time in seconds until an idle main thread handles a signal, as of a preemption."""
 
 
 def share_interpreter() -> None:
@@ -105,7 +107,7 @@ class EngineThread:
 
     def run(self) -> None:
         self.thread = threading.current_thread()
-        while (item := self._queue.get()) is not None:
+        while (item := self._next()) is not None:
             request_id, name, work = item
             with self.waiting.lock:
                 if not self.waiting.begins(request_id):
@@ -121,6 +123,20 @@ class EngineThread:
                 if record is not None:
                     record.ended(slot, name, request_id, running.since)
                 del item, work  # else this call's arguments live until the next call
+
+    def _next(self) -> tuple[object, str, Callable[[], None]] | None:
+        """Wait for work.
+
+        The wait of the main thread is cut into parts: a signal that arrives just before it, or at
+        another thread, does not interrupt it, and would be handled at the next call only.
+        """
+        if self.thread is not threading.main_thread():
+            return self._queue.get()
+        while True:
+            try:
+                return self._queue.get(timeout=_SIGNALS_EVERY_S)
+            except queue.Empty:
+                continue
 
     def submit(
         self,

@@ -359,11 +359,13 @@ def test_recordings_of_another_node_are_missing(
         assert capsys.readouterr().err == ""
     for path in [*logs.glob("actor-1.*"), *logs.glob("actor-2.*")]:
         path.unlink()  # as if they had been written on a node of their own
+    story = logs / "driver.log"
+    story.write_text(story.read_text().replace("127.0.0.1", "10.0.0.9"))
     for command in commands:
         assert main(command) == 0
         text = capsys.readouterr().err
-        assert "without the recordings of actor/1-2, which are on node 127.0.0.1" in text
-        assert f"scp '127.0.0.1:{logs}/" in text
+        assert "without the recordings of actor/1-2, which are on node 10.0.0.9" in text
+        assert f"scp '10.0.0.9:{logs}/" in text
 
 
 def test_trace_clock_of_another_node(tmp_path: Path) -> None:

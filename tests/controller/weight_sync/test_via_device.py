@@ -181,7 +181,7 @@ def standing_in_a_sync(world: World) -> Iterator[Future[SyncReport]]:
         for pid in (first, last):
             stack.callback(go_on, pid)
         pushing = threads.submit(world.sync(ViaDevice(NO_LIMIT), form=FORM).push, 600.0)
-        wait_until(lambda: bool(memories(last)), "it has mapped the buffers")
+        wait_until(lambda: len(memories(last)) == 2, "it has mapped both buffers")
         stop(last)
         wait_until(lambda: has_stopped(first), "the first instance has stopped")
         go_on(first)

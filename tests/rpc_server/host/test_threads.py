@@ -6,6 +6,8 @@ import asyncio
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -108,3 +110,30 @@ def test_server_after_failed_start(
     finally:
         server.close()
         host.close()
+
+
+IDLE = """
+import signal, threading
+from helmsman.rpc_server._host.threads import EngineThread
+
+thread = EngineThread()
+signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), thread.stop()))
+
+def send():
+    while thread.thread is None:
+        pass
+    for _ in range(100_000):  # the main thread waits for work by now
+        pass
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+threading.Thread(target=send).start()
+thread.run()
+"""
+
+
+def test_engine_thread_that_waits_handles_signals() -> None:
+    """One that reaches another thread does not interrupt the wait, like one just before it."""
+    ended = subprocess.run(
+        [sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "told\n"), ended.stderr
