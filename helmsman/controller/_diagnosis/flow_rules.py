@@ -105,9 +105,9 @@ def script_waits(evidence: Evidence) -> Iterator[Finding]:
     is_open = any(each.num_in_flight or each.num_queued for each in run.rollouts)
     main = next((each for each in run.script.stacks if each.thread == "main"), None)
     if evidence.busy or run.loop_stack or is_open or in_helmsman(main):
-        return  # it may wait for another run of the same script
+        return  # in Helmsman, it waits for another run that the script has
     if users_stacks(run.script.stacks) != users_stacks(before.stacks):
-        return  # other threads or tasks of it go on
+        return  # other threads or tasks of the script make progress
     if any(each.kind in ("placement", "create_workers", "weight sync") for each in run.phases):
         return
     age_s = run.taken_at - run.started_at if run.idle_s is None else run.idle_s

@@ -114,6 +114,7 @@ def users_stacks(stacks: Iterable[StackTrace]) -> Counter[tuple[tuple[str, int, 
 
 
 def in_helmsman(stack: StackTrace | None) -> bool:
+    """Return whether a stack passes through Helmsman's code."""
     return stack is not None and any(_OWN.search(each.file) for each in stack.frames)
 
 

@@ -18,7 +18,7 @@ _MOST_ROWS = 40
 
 
 def _one_line(text: str) -> str:
-    """Return a text of other programs without line ends and codes that a terminal executes."""
+    """Replace line ends and control codes, which a terminal would execute, by question marks."""
     return "".join(each if each.isprintable() else "?" for each in text)
 
 

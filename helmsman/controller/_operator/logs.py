@@ -144,8 +144,8 @@ def _missing(run: FoundRun) -> tuple[bool, dict[str, list[str]]]:
     scripts = {path.name.split(".")[1] for path in run.log_dir.glob(f"{SCRIPT}.*{SUFFIX}")}
     found: dict[str, list[str]] = {}
     for worker_id, pid, node in workers:
-        # Inline workers are threads of the script, which records for them. A loopback address has
-        # those of another run of the script, whose lines driver.log has, too.
+        # Inline workers are threads of the script, which records for them. The log also names
+        # workers of other runs of the script; their files are on this machine.
         if (
             not node.startswith("127.")
             and pid not in scripts

@@ -134,7 +134,7 @@ def prepare_loss(
 
     Raises:
         ValueError: The loss does not exist, lacks an argument of ``kwargs``, reads the outputs of
-            another head, or compares pairs and the samples are not paired or no mappings.
+            another head, or compares pairs and the samples are not mappings or not paired.
     """
     function, arguments = resolve_loss(loss), dict(kwargs or {})
     while isinstance(function, functools.partial) and not function.args:

@@ -34,8 +34,8 @@ _MOST_FRAMES = 60
 _MOST_TASKS = 50
 _THREADS = Path("/proc/self/task")
 _TICKS = os.sysconf("SC_CLK_TCK")
-_OF_RUN = re.compile(r"^(helmsman|ray)::? ?|helmsman\.rpc_server|/ray/")
-"""Command of a process that Helmsman or Ray has started."""
+_OF_RUN = re.compile(r"^(helmsman|ray):|helmsman\.rpc_server|/ray/")
+"""Pattern of the commands of processes that Helmsman and Ray start."""
 _CLOCK_AHEAD_S = time.time() - time.monotonic()
 """Changes only when the node's clock is set."""
 

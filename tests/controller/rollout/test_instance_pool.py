@@ -27,19 +27,12 @@ from helmsman.controller._aio.event_loop import background_loop
 from helmsman.controller._generation.health import Health, SupervisionPolicy
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.helpers import Gate, wait_gone, wait_until
+from tests.controller.rollout.conftest import POLICY
 
-POLICY = SupervisionPolicy(probe_every_s=0.05, suspect_s=5.0, dead_s=10.0, restart_pause_s=0.05)
 GATED = {"engine_kwargs": {"gated": True}, "max_in_flight_per_worker": 4}
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def scheduler() -> Iterator[Scheduler]:
-    with make_scheduler("local", preload=()) as scheduler:
-        yield scheduler
 
 
 @pytest.fixture

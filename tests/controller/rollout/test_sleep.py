@@ -15,20 +15,12 @@ import pytest
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._aio.event_loop import background_loop
-from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._generation.health import Health
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.helpers import wait_until
-
-POLICY = SupervisionPolicy(probe_every_s=0.05, suspect_s=5.0, dead_s=10.0, restart_pause_s=0.05)
+from tests.controller.rollout.conftest import POLICY
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def scheduler() -> Iterator[Scheduler]:
-    with make_scheduler("local", preload=()) as scheduler:
-        yield scheduler
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import asyncio
 import concurrent.futures
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from helmsman.controller._aio.event_loop import background_loop, submit
 from helmsman.controller._generation.health import Health, SupervisionPolicy
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.engines import release_interpreter
 from tests.contract.helpers import stop, wait_until
 
@@ -30,12 +28,6 @@ POLICY = SupervisionPolicy(probe_every_s=0.05, suspect_s=0.5, dead_s=1.5, restar
 ENGINE = "tests.controller.engines.CountingRollout"
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def scheduler() -> Iterator[Scheduler]:
-    with make_scheduler("local", preload=()) as scheduler:
-        yield scheduler
 
 
 def _rollout(
