@@ -40,8 +40,8 @@ demo: $(STAMP) ## train a small model on an embedded local Ray; results in runs/
 test: $(STAMP) ## the whole test suite
 	@$(PYTEST) $(PYTEST_ARGS)
 
-unit: $(STAMP) ## the tests of single parts that take little time: no clusters, attacks or examples
-	@$(PYTEST) --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm) $(PYTEST_ARGS)
+unit: $(STAMP) ## the tests of single parts, which import neither torch nor Ray
+	@$(PYTEST) --quiet tests/unit $(PYTEST_ARGS)
 
 coverage: $(STAMP) ## the unit tests with the lines and branches that they reach
 	@$(PY) -m coverage run -m pytest --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm docs) $(PYTEST_ARGS)

@@ -143,3 +143,13 @@ def nothing_outlives_the_session() -> Iterator[None]:
             "processes outlived the test session (now killed):\n  " + "\n  ".join(described),
             pytrace=False,
         )
+
+
+@pytest.fixture
+def young_heap() -> Iterator[None]:
+    """Collections of garbage look at new objects alone: beside those of torch and Ray, each would
+    take a second.
+    """
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -17,7 +17,7 @@ import pytest
 import helmsman
 import helmsman.testing
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
 PUBLIC = [
     "Batch",

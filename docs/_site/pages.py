@@ -1,7 +1,7 @@
 """Generates the error catalogue and the settings tables of the documentation from the sources.
 
-``python docs/_site/pages.py`` rewrites them; tests/docs/test_generated.py fails while they are out
-of date.
+``python docs/_site/pages.py`` rewrites them; tests/unit/docs/test_generated.py fails while they are
+out of date.
 """
 
 from __future__ import annotations

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
 
 from helmsman import LocalScheduler
 from tests.engines.preload import PRELOAD
-
-
-@pytest.fixture
-def young_heap() -> Iterator[None]:
-    """Collections of garbage look at new objects alone: beside those of torch and Ray, each would
-    take a second.
-    """
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="package")

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from helmsman.recipes.tiny_model import make_model
-from tests.recipes.data import write_jsonl
 from tests.recipes.processes import marked, pids_of, wait_for
 from tests.recipes.runs import begin_here, command, lines, require_served_weights, run, write_reward
+from tests.unit.recipes.data import write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -17,8 +17,8 @@ from helmsman.recipes.choosing import choose, num_cores
 from helmsman.recipes.config import read
 from helmsman.recipes.roles import make_jobs
 from helmsman.recipes.settings import Cluster, Data, Reward
-from tests.recipes.data import SUMS, write_jsonl
 from tests.recipes.runs import lines
+from tests.unit.recipes.data import SUMS, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 

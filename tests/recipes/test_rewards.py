@@ -18,7 +18,7 @@ from helmsman.recipes.prompts import Row
 from helmsman.recipes.rewards import GIVEN, make_caller
 from helmsman.recipes.scorer import Scored, Scorer
 from helmsman.recipes.settings import Reward
-from tests.recipes.data import completed
+from tests.unit.recipes.data import completed
 
 ROW = Row([1], "1+1=", "2", "sums", {"prompt": "1+1=", "answer": "2", "level": 3})
 

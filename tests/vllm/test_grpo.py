@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from helmsman.recipes.tiny_model import make_model
-from tests.recipes.data import write_jsonl
 from tests.recipes.runs import lines, require_served_weights, run, write_reward
+from tests.unit.recipes.data import write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,7 +14,7 @@ from helmsman.recipes.prompts import Row
 from helmsman.recipes.scorer import Scored, Scorer
 from helmsman.recipes.settings import Reward
 from helmsman.recipes.trackers import MetricsFile, open_trackers
-from tests.recipes.data import completed, settings
+from tests.unit.recipes.data import completed, settings
 
 pytestmark = pytest.mark.slow
 

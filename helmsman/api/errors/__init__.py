@@ -79,7 +79,7 @@ HelmsmanError
 
 To add an error, subclass the branch it belongs to and declare its fields as annotations. Set the
 message as ``template``, with the next step for the user last, or compute it in ``describe()``. Add
-the class to the tree above and a row to the table in tests/api/test_errors.py. Fields must be
+the class to the tree above and a row to the table in tests/unit/api/test_errors.py. Fields must be
 picklable: unpickling restores the message and ``__dict__`` without calling ``__init__``.
 """
 

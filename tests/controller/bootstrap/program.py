@@ -135,14 +135,14 @@ def run_processes() -> list[int]:
 def moves() -> int:
     """Requests on an instance of each node, which go on elsewhere when a node is left."""
     from helmsman import Job, RolloutController, SchedulingSpec, SupervisionPolicy, make_scheduler
-    from tests.controller.generation.pure_rollout import make_request, tokens_of
+    from tests.unit.controller.generation.pure_rollout import make_request, tokens_of
 
     spec = SchedulingSpec(cpu=0.5, gpu=2, node_packing="strict_spread")
     policy = SupervisionPolicy(probe_every_s=0.5)
     with make_scheduler("ray") as scheduler:
         rollout = RolloutController(
             scheduler,
-            "tests.controller.generation.pure_rollout.PureRollout",
+            "tests.unit.controller.generation.pure_rollout.PureRollout",
             Job(role="rollout", replicas=2, tasks=[spec]),
             (0.2,),
             supervision=policy,

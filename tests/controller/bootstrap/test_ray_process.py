@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
 import secrets
 import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from helmsman.api.errors import BootstrapError
 from helmsman.controller._bootstrap.async_utils import StatusPrinter
+from helmsman.controller._bootstrap.preflight import versions
 from helmsman.controller._bootstrap.ray_process import RayProcess
 from helmsman.controller._ray_backend import start_limits
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE
@@ -26,6 +29,15 @@ STARTED = "print('Ray runtime started.', flush=True)\n"
 STAYS = "import signal\n" + STARTED + "signal.pause()"
 
 MakeRay = Callable[..., RayProcess]
+
+
+def test_versions() -> None:
+    pytest.importorskip("ray")
+    assert versions() == {
+        "python": platform.python_version(),
+        "ray": version("ray"),
+        "helmsman": version("helmsman"),
+    }
 
 
 @pytest.fixture

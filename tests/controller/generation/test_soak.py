@@ -29,7 +29,7 @@ from helmsman.testing import (
     log_normal_lengths,
     run_virtually,
 )
-from tests.controller.generation.invariants import end_of
+from tests.unit.controller.generation.invariants import end_of
 
 NUM_REQUESTS = 20_000 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 6_000
 NUM_INSTANCES = 8

@@ -37,8 +37,8 @@ from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.rpc_server._host.threads import task_stack
 from helmsman.testing import Hang, Kill, Slow
 from tests.contract.helpers import wait_until
-from tests.controller.generation.invariants import end_of
-from tests.controller.generation.pure_rollout import MAX_NEW_TOKENS, make_request, tokens_of
+from tests.unit.controller.generation.invariants import end_of
+from tests.unit.controller.generation.pure_rollout import MAX_NEW_TOKENS, make_request, tokens_of
 
 NUM_WORKERS = 8
 MOST_WORKERS = 10
@@ -85,7 +85,7 @@ class Soak:
         self.scheduler, self.seed, self.num = scheduler, seed, num
         self.rollout = RolloutController(
             scheduler,
-            "tests.controller.generation.pure_rollout.PureRollout",
+            "tests.unit.controller.generation.pure_rollout.PureRollout",
             Job(role="rollout", replicas=NUM_WORKERS, tasks=[SchedulingSpec(cpu=0.1)]),
             engine_args=(PAUSE_S,),
             max_in_flight_per_worker=16,

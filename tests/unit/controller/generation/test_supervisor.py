@@ -1,0 +1,249 @@
+"""The supervisor rebuilds instances that are dead or about to go, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from helmsman.api.errors import WorkerFailedError
+from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.api.scheduler import PreemptionNotice, WorkerHealth
+from helmsman.api.supervision import Monitor
+from helmsman.controller._generation.health import Event, Health, SupervisionPolicy
+from helmsman.controller._generation.request import RequestState
+from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._generation.supervisor import Supervisor
+from tests.controller.fakes import make_death
+from tests.unit.controller.generation.backends import make_requests, make_result, virtually
+
+POLICY = SupervisionPolicy(probe_every_s=1.0, suspect_s=5.0, dead_s=10.0, max_restarts=1)
+
+
+class Cluster:
+    """Instances that generate a token a second, some of which are about to go."""
+
+    def __init__(self) -> None:
+        self.leaving: dict[str, str] = {}
+        self.moves_away = True
+        self.rebuilt: list[float] = []
+        """When instances were rebuilt."""
+        self.fails = False
+        self.dead: dict[str, WorkerFailedError] = {}
+        self.failed_engines: dict[str, str] = {}
+        self.aborted: dict[str, asyncio.Event] = {}
+
+    async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
+        """All its tokens, or those until it is aborted."""
+        event = self.aborted[request.request_id] = asyncio.Event()
+        tokens: list[int] = []
+        while len(tokens) < request.sampling.max_new_tokens and not event.is_set():
+            await asyncio.sleep(1.0)
+            tokens.append(len(request.prompt_ids) + len(tokens))
+        return make_result(
+            request.request_id, tokens, stop_reason="abort" if event.is_set() else "length"
+        )
+
+    async def abort(self, instance_id: str, request_ids: list[str]) -> None:
+        """End these requests at their next token."""
+        for request_id in request_ids:
+            self.aborted[request_id].set()
+
+    async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
+        if worker_id in self.dead:
+            raise self.dead[worker_id]
+        return WorkerHealth(
+            worker_id=worker_id, pid=1, node="", engines={}, failed_engines=self.failed_engines
+        )
+
+    async def rebuild(self, instance_id: str) -> bool:
+        """Build it again, elsewhere where that can be."""
+        self.rebuilt.append(asyncio.get_running_loop().time())
+        if self.fails:
+            raise RuntimeError("there is no room")
+        if self.moves_away:
+            self.leaving.pop(instance_id, None)
+        self.dead.pop(instance_id, None)
+        self.failed_engines = {}
+        return True
+
+    async def ask(self) -> dict[str, PreemptionNotice]:
+        return {
+            instance_id: PreemptionNotice(reason=reason)
+            for instance_id, reason in self.leaving.items()
+        }
+
+
+def _supervised(
+    cluster: Cluster, policy: SupervisionPolicy = POLICY
+) -> tuple[GenerateScheduler, Supervisor]:
+    requests = GenerateScheduler(cluster)  # type: ignore[arg-type]
+    supervisor = Supervisor(
+        requests, policy, Monitor(cluster.check_health, cluster.ask), cluster.rebuild
+    )
+    for instance_id in ("a", "b"):
+        supervisor.watch(instance_id)
+        requests.add(instance_id, 8)
+    supervisor.start()
+    return requests, supervisor
+
+
+@virtually
+async def test_supervisor_heeds_each_notice_once() -> None:
+    cluster = Cluster()
+    requests, supervisor = _supervised(cluster)
+    tickets = requests.put(make_requests(4, prompt=[1, 2], max_new_tokens=20))
+    await asyncio.sleep(5.5)
+    for number in range(3):
+        cluster.leaving = {"a": f"notice {number}"}
+        await asyncio.sleep(4.0)
+        assert len(cluster.rebuilt) == number + 1
+        assert requests.instances["a"].health is Health.HEALTHY
+        assert not requests.instances["a"].is_draining
+    await requests.wait_idle()
+    assert {ticket.state for ticket in tickets} == {RequestState.DONE}
+    assert [ticket.future.result().token_ids for ticket in tickets] == [list(range(2, 22))] * 4
+    supervisor.stop()
+
+
+@virtually
+async def test_supervisor_notice_without_another_place() -> None:
+    cluster = Cluster()
+    cluster.moves_away = False
+    requests, supervisor = _supervised(cluster)
+    cluster.leaving = {"a": "its node is being drained"}
+    await asyncio.sleep(60.0)
+    assert len(cluster.rebuilt) == 1, "leaving it repeatedly would not help"
+    assert requests.instances["a"].is_serving
+    cluster.leaving = {}
+    await asyncio.sleep(5.0)
+    cluster.leaving = {"a": "its node is being drained"}
+    await asyncio.sleep(5.0)
+    assert len(cluster.rebuilt) == 2, "another notice"
+    supervisor.stop()
+
+
+@virtually
+async def test_supervisor_notice_without_room() -> None:
+    cluster = Cluster()
+    cluster.fails = True
+    requests, supervisor = _supervised(cluster)
+    cluster.leaving = {"a": "its node is being drained"}
+    await asyncio.sleep(60.0)
+    assert len(cluster.rebuilt) == 2, "the one in time, and the one of the budget"
+    assert requests.instances["a"].health is Health.DEAD
+    (ticket,) = requests.put(make_requests(1))
+    await requests.wait_idle()
+    assert ticket.sent_to == "b"
+    supervisor.stop()
+
+
+@virtually
+async def test_supervisor_forgets_a_removed_instance() -> None:
+    cluster = Cluster()
+    requests, supervisor = _supervised(cluster)
+    requests.put(make_requests(4, prompt=[1, 2], max_new_tokens=20))
+    await asyncio.sleep(0.5)
+    cluster.leaving = {"a": "its node is being drained"}
+    await requests.drain("a", migrate=True)
+    requests.remove("a")
+    supervisor.forget("a")
+    await requests.wait_idle()
+    await asyncio.sleep(5.0)
+    assert cluster.rebuilt == []
+    assert list(requests.instances) == ["b"]
+    supervisor.stop()
+
+
+@virtually
+async def test_supervisor_until_dead_of_a_removed_instance() -> None:
+    requests, supervisor = _supervised(Cluster())
+    before = asyncio.ensure_future(supervisor.until_dead("a"))
+    await asyncio.sleep(5.0)
+    assert not before.done()
+    requests.remove("a")
+    supervisor.forget("a")
+    await before
+    await supervisor.until_dead("a")
+    supervisor.stop()
+
+
+@virtually
+async def test_supervisor_pauses_double_within_the_budget() -> None:
+    cluster = Cluster()
+    requests, supervisor = _supervised(
+        cluster, SupervisionPolicy(probe_every_s=1.0, restart_pause_s=4.0)
+    )
+    for number, pause_s in enumerate((4.0, 8.0, 16.0)):
+        cluster.dead["a"] = make_death("a")
+        await supervisor.until_dead("a")
+        died_at = asyncio.get_running_loop().time()
+        assert (requests.instances["a"].health, supervisor.is_coming_back("a")) == (
+            Health.DEAD,
+            True,
+        )
+        await asyncio.sleep(pause_s + 0.1)
+        assert cluster.rebuilt[number:] == [pytest.approx(died_at + pause_s)]
+        assert requests.instances["a"].health is Health.HEALTHY
+    cluster.dead["a"] = make_death("a")
+    await supervisor.until_dead("a")
+    assert not supervisor.is_coming_back("a")
+    await asyncio.sleep(1000.0)
+    assert len(cluster.rebuilt) == 3
+    await asyncio.sleep(3600.0)
+    assert len(cluster.rebuilt) == 4, "the window has room again"
+    assert requests.instances["a"].health is Health.HEALTHY
+    supervisor.stop()
+
+
+@virtually
+async def test_supervisor_rebuilds_what_is_dead_when_it_is_handed_over() -> None:
+    cluster = Cluster()
+    _, supervisor = _supervised(cluster)
+    cluster.dead["a"] = make_death("a")
+    await supervisor.until_dead("a")
+    supervisor.forget("a")
+    supervisor.watch("a", Health.DEAD)
+    await asyncio.sleep(5.0)
+    assert len(cluster.rebuilt) == 1
+    supervisor.stop()
+
+
+@virtually
+async def test_supervisor_that_is_stopped_rebuilds_nothing() -> None:
+    cluster = Cluster()
+    _, supervisor = _supervised(cluster)
+    supervisor.stop()
+    supervisor.note("a", Event.LOST)
+    await asyncio.sleep(5000.0)
+    assert not cluster.rebuilt
+
+
+@virtually
+async def test_supervisor_rebuilds_an_instance_whose_engine_has_failed() -> None:
+    cluster = Cluster()
+    requests, supervisor = _supervised(cluster)
+    cluster.failed_engines = {"a": "its server has ended"}
+    await supervisor.until_dead("a")
+    assert str(requests.instances["a"].error).count("its server has ended") == 1
+    assert requests.instances["b"].is_serving
+    await asyncio.sleep(5.0)
+    assert requests.instances["a"].is_serving
+    supervisor.stop()
+
+
+@virtually
+async def test_supervisor_probes_no_instance_that_is_dead() -> None:
+    cluster = Cluster()
+    requests, supervisor = _supervised(
+        cluster, SupervisionPolicy(probe_every_s=1.0, max_restarts=0)
+    )
+    cluster.dead["a"] = make_death("a")
+    await supervisor.until_dead("a")
+    cluster.dead.clear()
+    await asyncio.sleep(100.0)
+    assert (requests.instances["a"].health, requests.instances["b"].health) == (
+        Health.DEAD,
+        Health.HEALTHY,
+    )
+    supervisor.stop()

@@ -1,0 +1,346 @@
+"""Imports go one way, and `import helmsman` is cheap."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import helmsman
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "helmsman"
+ALLOWED = {
+    "api": {"api"},
+    "rpc_server": {"rpc_server", "api"},
+    "engines": {"engines", "api"},
+    "controller": {"controller", "api", "rpc_server"},
+    "testing": {"testing", "api", ""},
+    "agents": {"agents", "api", ""},
+    "recipes": {"recipes", "agents", "engines", "api", ""},
+    "compat": {"compat", "api", ""},
+}
+"""Room -> rooms that it may import. '' is the package itself, whose names are public; it imports
+every room but `testing`.
+"""
+
+LAYERS = {
+    "controller": [
+        {"_aio", "_validation", "_node"},
+        {"_diagnosis"},
+        {"_placement"},
+        {"_transport"},
+        {"_schedulers"},
+        {"_roles", "_ray_backend"},
+        {"_weight_sync"},
+        {"_generation", "_worker_groups", "_training", "_bootstrap"},
+        {"_rollout", "_workflows"},
+        {"_device_handoff", "_operator"},
+        {"cli"},
+    ],
+    "rpc_server": [{"ports"}, {"_process", "_wire"}, {"_host", "_ray_forks"}, {"_server"}],
+    "engines": [
+        {"_serving", "_models", "losses", "memory", "train_config", "vllm_config"},
+        {"_weights"},
+        {"weight_transfer", "_train"},
+        {"weights"},
+        {"_hf", "_vllm"},
+        {"_server"},
+        {"rollout", "server_engine", "train", "vllm_engine"},
+    ],
+}
+"""The parts of each room from the bottom up. A part may import the layers below its own, and
+nothing beside it.
+"""
+
+LIGHT = {"msgspec", "cloudpickle"}
+"""Third-party packages that the contracts may import at module level."""
+
+HEAVY = {
+    "torch",
+    "ray",
+    "numpy",
+    "transformers",
+    "safetensors",
+    "matplotlib",
+    "rich",
+    "reasoning_gym",
+    "aiohttp",
+}
+
+NEEDS_TORCH = {"helmsman.rpc_server._wire.tensors"}
+"""Modules outside engines that import torch at module level, because they are imported only with a
+tensor in hand.
+"""
+
+NEEDS_RAY = {
+    "helmsman.controller._ray_backend.placement_groups",
+    "helmsman.controller._ray_backend.cluster_state",
+    "helmsman.controller._ray_backend.transport",
+    "helmsman.controller._ray_backend.scheduler",
+    "helmsman.rpc_server._server.ray_nodes",
+    "helmsman.rpc_server._server.ray_server",
+}
+"""Modules that only RayScheduler imports."""
+
+PUBLIC_FOR_RAY = {"RayScheduler", "get_placement_group_master_ip_and_port"}
+
+MAX_MODULES = 20
+"""Modules that `import helmsman` may load beyond a bare interpreter's."""
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported; for `from a import b` it is a.b, since b may be a
+    module.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join(package[: len(package) - node.level + 1] + ([base] if base else []))
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports_of(path: Path, *, module_level: bool = False) -> list[tuple[int, str]]:
+    """(line, dotted name) of what a module imports; of its own statements alone where only the
+    module level counts.
+    """
+    tree = tree_of(path)
+    if module_level:
+        tree = ast.Module(
+            [each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)], []
+        )
+    return list(imported_names(tree, module_name(path), path.name == "__init__.py"))
+
+
+def room_of(name: str) -> str | None:
+    """api, controller...; '' for the package itself; None for what is not ours."""
+    first, *rest = name.split(".")
+    if first != "helmsman":
+        return None
+    return rest[0] if rest and (PACKAGE / rest[0]).is_dir() else ""
+
+
+def test_rooms_have_rules() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms == set(ALLOWED)
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_room_imports_allowed(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in SOURCES
+        if path.is_relative_to(PACKAGE / room)
+        for line, name in imports_of(path)
+        if room_of(name) is not None and room_of(name) not in ALLOWED[room]
+    ]
+    assert not wrong, f"{room} may import only {sorted(ALLOWED[room])}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", ["recipes", "compat"])
+def test_room_imports_public_modules_only(room: str) -> None:
+    """These use nothing that a script of a user could not."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in SOURCES
+        if path.is_relative_to(PACKAGE / room)
+        for line, name in imports_of(path)
+        if room_of(name) not in (None, room)
+        and any(part.startswith("_") for part in name.split("."))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_package_loads_no_test_tools() -> None:
+    files = [path for path in SOURCES if path.parent == PACKAGE]
+    assert not [
+        name for path in files for _, name in imports_of(path) if room_of(name) == "testing"
+    ]
+    assert not [home for home in helmsman._HOMES.values() if room_of(home) == "testing"]
+
+
+def part_of(name: str) -> str:
+    """The sub-package of a room, or the module that stands in the room itself."""
+    return name.split(".")[2] if name.count(".") > 1 else ""
+
+
+@pytest.mark.parametrize("room", LAYERS)
+def test_room_parts_import_only_layers_below(room: str) -> None:
+    level = {part: number for number, layer in enumerate(LAYERS[room]) for part in layer}
+    sources = [
+        path
+        for path in SOURCES
+        if path.is_relative_to(PACKAGE / room) and path.parent != PACKAGE / room
+    ]
+    sources += [path for path in (PACKAGE / room).glob("*.py") if path.name != "__init__.py"]
+    found = {part_of(module_name(path)) for path in sources}
+    assert found == set(level), "every part has its layer"
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sorted(set(sources))
+        for line, name in imports_of(path)
+        if room_of(name) == room
+        and (here := part_of(module_name(path))) != (there := part_of(name))
+        and level[there] >= level[here]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_library_imports_no_examples_benchmarks_or_tests() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in SOURCES
+        for line, name in imports_of(path)
+        if name.split(".")[0] in {"examples", "benchmarks", "tests"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_contracts_import_light_packages() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in SOURCES
+        if path.is_relative_to(PACKAGE / "api")
+        for line, name in imports_of(path, module_level=True)
+        if room_of(name) is None and name.split(".")[0] not in LIGHT | sys.stdlib_module_names
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import a.b, c", ["a.b", "c"]),
+        ("from a import b as x", ["a.b"]),
+        ("def f():\n    from a.b import c", ["a.b.c"]),
+        ("from . import x", ["helmsman.api.x"]),
+        ("from ..engines import x", ["helmsman.engines.x"]),
+        ("from .. import engines", ["helmsman.engines"]),
+    ],
+)
+def test_imported_names_of_every_form(source: str, names: list[str]) -> None:
+    assert [
+        name for _, name in imported_names(ast.parse(source), "helmsman.api.module", False)
+    ] == names
+
+
+def run_python(code: str, *args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+NEW_MODULES = """
+import sys
+before = set(sys.modules)
+import helmsman
+new = set(sys.modules) - before
+import json
+print(json.dumps(sorted(new)))
+"""
+
+
+def test_import_helmsman_num_modules() -> None:
+    new = json.loads(run_python(NEW_MODULES))
+    assert "helmsman" in new
+    assert not HEAVY & {name.split(".")[0] for name in new}
+    assert len(new) <= MAX_MODULES, f"{len(new)} modules: {new}"
+
+
+IMPORT_WITHOUT = """
+import importlib, json, sys
+
+class Refuser:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in refused:
+            raise ModuleNotFoundError(f"{name} is not installed here", name=name)
+
+refused, modules = map(json.loads, sys.argv[1:])
+sys.meta_path.insert(0, Refuser())
+for module in modules:
+    importlib.import_module(module)
+assert not {name.split(".")[0] for name in sys.modules} & set(refused)
+import helmsman
+for name in helmsman.__all__:
+    try:
+        getattr(helmsman, name)
+    except ImportError as exc:
+        print(name, type(exc).__name__, exc)
+"""
+
+
+def modules_of(*rooms: str) -> list[str]:
+    return [
+        module_name(path)
+        for room in rooms
+        for path in SOURCES
+        if path.is_relative_to(PACKAGE / room)
+    ]
+
+
+def import_without(refused: set[str], modules: list[str]) -> list[str]:
+    """Import modules where these packages are not installed; returns the public names that are
+    missing, and why.
+    """
+    return run_python(IMPORT_WITHOUT, json.dumps(sorted(refused)), json.dumps(modules)).splitlines()
+
+
+def test_contracts_import_without_heavy_packages() -> None:
+    import_without(HEAVY, ["helmsman", *modules_of("api")])
+
+
+def test_driver_imports_without_torch_numpy_and_ray() -> None:
+    """And only the public names for Ray are missing."""
+    modules = set(modules_of("api", "rpc_server", "controller")) - NEEDS_TORCH - NEEDS_RAY
+    missing = import_without({"torch", "numpy", "transformers", "ray"}, sorted(modules))
+    assert {line.split()[0] for line in missing} == PUBLIC_FOR_RAY
+    for line in missing:
+        assert "BackendNotInstalledError" in line
+        assert "pip install 'helmsman[ray]'" in line
+
+
+@pytest.mark.slow
+def test_ray_modules_import_without_torch() -> None:
+    assert import_without({"torch", "transformers"}, sorted(NEEDS_RAY)) == []
+
+
+def test_ray_imported_only_where_needed() -> None:
+    """Engines import neither Ray nor the controller, so no subprocess has to load torch to show
+    that they need no Ray.
+    """
+    at_module_level = {
+        module_name(path)
+        for path in SOURCES
+        for _, name in imports_of(path, module_level=True)
+        if name.split(".")[0] == "ray"
+    }
+    assert at_module_level <= NEEDS_RAY
+    in_engines = [path for path in SOURCES if path.is_relative_to(PACKAGE / "engines")]
+    assert not [
+        name for path in in_engines for _, name in imports_of(path) if name.split(".")[0] == "ray"
+    ]

@@ -1,0 +1,193 @@
+"""Limits on the shape of the code: size of modules and classes, depth of inheritance, privacy,
+import cycles.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.unit.test_imports import ROOT, SOURCES, imports_of, module_name, tree_of
+
+MAX_LINES = 500
+MAX_METHODS = 40
+MAX_DEPTH = 2
+"""Classes of ours between a class and its abstract contract (a class in api/, or one of another
+library).
+"""
+
+FACADES = {"helmsman/api/scheduler.py", "helmsman/controller/_rollout/rollout_controller.py"}
+"""Modules that are mostly docstrings, which the API reference shows: they are not counted there."""
+
+NOT_OURS = {"tracker._fd"}
+"""Private members of other libraries whose names occur in ours, too."""
+
+SCHEDULERS = {"BackendScheduler", "LocalScheduler", "RayScheduler", "InlineScheduler"}
+
+
+class Class(NamedTuple):
+    module: str
+    node: ast.ClassDef
+
+    @property
+    def methods(self) -> list[str]:
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        return [each.name for each in self.node.body if isinstance(each, kinds)]
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Syntax trees by module. Not parsed on import: every process of tests imports this module."""
+    return {module_name(path): tree_of(path) for path in SOURCES}
+
+
+@functools.cache
+def classes() -> dict[str, Class]:
+    """By name. The classes of compat are left out: they have the names of ours on purpose."""
+    return {
+        node.name: Class(module, node)
+        for module, tree in trees().items()
+        if not module.startswith("helmsman.compat.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def bases_of(name: str) -> list[str]:
+    def text(base: ast.expr) -> str:
+        return ast.unparse(base.value if isinstance(base, ast.Subscript) else base).rpartition(".")[
+            2
+        ]
+
+    return [text(base) for base in classes()[name].node.bases]
+
+
+def all_methods(name: str) -> set[str]:
+    """Methods of a class and of the classes of ours that it inherits from, contracts left out."""
+    own = set(classes()[name].methods)
+    return own.union(
+        *(
+            all_methods(base)
+            for base in bases_of(name)
+            if base in classes() and not is_contract(base)
+        )
+    )
+
+
+def is_contract(name: str) -> bool:
+    return classes()[name].module.startswith("helmsman.api.")
+
+
+def depth(name: str) -> int:
+    """Number of our classes from here up to a contract, this one included."""
+    return 1 + max(
+        (depth(base) for base in bases_of(name) if base in classes() and not is_contract(base)),
+        default=0,
+    )
+
+
+def num_docstring_lines(source: str) -> int:
+    return sum(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def test_modules_max_lines() -> None:
+    """A reader sees a whole module, docstrings included, in at most 500 lines."""
+    lines = {}
+    for path in SOURCES:
+        source, name = path.read_text(), str(path.relative_to(ROOT))
+        facade = num_docstring_lines(source) if name in FACADES else 0
+        lines[name] = len(source.splitlines()) - facade
+    assert not {name: n for name, n in lines.items() if n > MAX_LINES}
+
+
+def test_examples_max_lines() -> None:
+    """A reader sees a whole example, docstrings included, in at most 300 lines."""
+    lines = {
+        path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").rglob("*.py")
+    }
+    assert lines
+    assert not {name: n for name, n in lines.items() if n > 300}
+
+
+def test_classes_max_methods() -> None:
+    large = {
+        name: n
+        for name in classes()
+        if not is_contract(name) and (n := len(all_methods(name))) > MAX_METHODS
+    }
+    assert not large
+
+
+def test_inheritance_max_depth() -> None:
+    deep = {
+        name: n for name in classes() if not is_contract(name) and (n := depth(name)) > MAX_DEPTH
+    }
+    assert not deep
+
+
+def test_modules_no_import_cycles() -> None:
+    def imported(path: Path) -> Iterator[str]:
+        for _, name in imports_of(path):
+            yield from (known for known in (name, name.rpartition(".")[0]) if known in trees())
+
+    graph = {module_name(path): set(imported(path)) - {module_name(path)} for path in SOURCES}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_controllers_no_scheduler_kinds() -> None:
+    wrong = [
+        f"{module}:{node.lineno} {ast.unparse(node)}"
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {"isinstance", "issubclass"}
+        and {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)} & SCHEDULERS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Private attributes and methods that the classes of a module define."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for each in ast.walk(node):
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                    names.add(each.name)
+                elif isinstance(each, ast.Attribute) and ast.unparse(each.value) in {"self", "cls"}:
+                    names.add(each.attr)
+                elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    names.add(each.target.id)
+                elif isinstance(each, ast.Assign):
+                    names.update(
+                        target.id for target in each.targets if isinstance(target, ast.Name)
+                    )
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_private_members_used_in_own_module() -> None:
+    ours: dict[str, set[str]] = {}
+    for module, tree in trees().items():
+        for name in private_names(tree):
+            ours.setdefault(name, set()).add(module)
+    wrong = [
+        f"{module}:{node.lineno} {ast.unparse(node)} of {', '.join(sorted(ours[node.attr]))}"
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ours
+        and module not in ours[node.attr]
+        and ast.unparse(node.value) not in {"self", "cls", "super()"}
+        and ast.unparse(node) not in NOT_OURS
+    ]
+    assert not wrong, "\n".join(wrong)
