@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import signal
@@ -52,6 +53,29 @@ if os.environ.get("HELMSMAN_TEST_UVLOOP"):
 # Records and logs of the tests lie below TMPDIR, and not among those of the user's own runs.
 for _name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
     os.environ.pop(_name, None)
+
+BACKENDS = ("inline", "local", "ray", "ray-smoke")
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in BACKENDS]:
+        raise argparse.ArgumentTypeError(
+            f"unknown backend {', '.join(map(repr, unknown))}, expected some of "
+            f"{', '.join(BACKENDS)}, separated by commas"
+        )
+    return names
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that selects the schedulers of tests/contract."""
+    parser.addoption(
+        "--backends",
+        type=_backends,
+        default="inline,local,ray",
+        help="schedulers on which tests/contract run: a comma-separated list of inline, local, ray "
+        "and ray-smoke, which runs only the tests with the mark ray_smoke on Ray",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
