@@ -1,11 +1,15 @@
-"""Every test that asks for ``scheduler`` runs on each of our schedulers; the fixtures are those of
-the public suite.
+"""Selection of the backends, and the fixtures of the contract tests: those of the public suite, and
+worker groups, reward pools and driver scripts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,9 @@ import pytest
 
 import helmsman
 from helmsman.api.scheduler import Job, Scheduler, Timeouts
+from helmsman.api.worker_group import ClusterConfig
+from helmsman.controller._worker_groups.resource_manager import ResourceManager
+from helmsman.controller._workflows.reward_pool import RewardPool
 from helmsman.testing.contract_fixtures import (
     engine,
     gate,
@@ -23,10 +30,13 @@ from helmsman.testing.contract_fixtures import (
     shared_workers,
 )
 from tests.contract.engines import Counter
-from tests.contract.helpers import Driver, Engine
+from tests.contract.group_workers import Member
+from tests.contract.groups import ON_CPU, Members
+from tests.contract.helpers import LIMIT_S, Driver, Engine
 
 __all__ = ["engine", "gate", "own_processes", "peer", "role", "scheduler", "shared_workers"]
 
+HERE = Path(__file__).parent
 TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=60.0, call_s=60.0, health_s=10.0, shutdown_s=8.0)
 OPTIONS: dict[str, dict[str, Any]] = {
     "inline": {"num_cpus": 24, "num_gpus": 8, "accelerator": "cuda"},
@@ -35,26 +45,50 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# --- selection ------------------------------------------------------------------------------------
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker of this suite."""
-    config.addinivalue_line(
-        "markers", "not_on(backend, reason): the promise makes no sense on that scheduler"
-    )
+    """Declare the marks of this suite."""
+    config.addinivalue_line("markers", "not_on(*backends): the test cannot run on these backends")
+    config.addinivalue_line("markers", "ray_smoke: runs on Ray with --backends ray-smoke, too")
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what ``not_on`` says, with its reason."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of backends that ``--backends`` does not name."""
+    names = config.getoption("backends")
+    selected: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        is_selected = HERE not in item.path.parents or _runs_on(item, names)
+        (selected if is_selected else left_out).append(item)
+    if left_out:
+        items[:] = selected
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _runs_on(item: pytest.Item, names: tuple[str, ...]) -> bool:
     callspec = getattr(item, "callspec", None)
-    backend = callspec.params.get("backend", "") if callspec is not None else ""
-    for marker in item.iter_markers("not_on"):
-        name, reason = marker.args
-        if backend == name:
-            pytest.skip(f"{backend}: {reason}")
+    params = callspec.params if callspec is not None else {}
+    backend = params.get("backend", "inline")
+    if any(backend in mark.args for mark in item.iter_markers("not_on")):
+        return False
+    if backend == "inline":
+        # The public suite itself would skip these two kinds.
+        needs_process = "own_processes" in getattr(item, "fixturenames", ())
+        return "inline" in names and not needs_process and params.get("method") != "spin"
+    if HERE / "before_backend" in item.path.parents:
+        return False
+    is_smoke = backend == "ray" and item.get_closest_marker("ray_smoke") is not None
+    return backend in names or (is_smoke and "ray-smoke" in names)
 
 
-@pytest.fixture(scope="package", params=["inline", "local", "ray"])
+# --- schedulers and engines -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="package", params=list(OPTIONS))
 def backend(request: pytest.FixtureRequest) -> str:
-    """The scheduler's name."""
+    """Name of the scheduler."""
     return str(request.param)
 
 
@@ -62,35 +96,34 @@ def backend(request: pytest.FixtureRequest) -> str:
 def make_scheduler(
     backend: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], Scheduler]:
-    """Makes a scheduler of the backend."""
+    """Make a scheduler of the backend."""
     options = {"log_dir": tmp_path_factory.mktemp("logs"), "timeouts": TIMEOUTS, **OPTIONS[backend]}
-    options.pop("preload", None)  # these workers load torch, some of them, and find it imported
+    options.pop("preload", None)  # Some of these workers use torch and find it imported.
     return functools.partial(helmsman.make_scheduler, backend, **options)
 
 
 @pytest.fixture
 def make_own(backend: str, tmp_path: Path) -> Callable[..., Scheduler]:
-    """Makes a scheduler of a run beside the shared one; on Ray, in the same cluster."""
+    """Make the scheduler of another run; on Ray, in the same cluster."""
     options = {"log_dir": tmp_path / "own-logs", **(OPTIONS[backend] if backend != "ray" else {})}
     return functools.partial(helmsman.make_scheduler, backend, **options)
 
 
 @pytest.fixture(scope="package")
 def engine_class() -> type[Counter]:
-    """Class of the fixtures `engine` and `peer`."""
+    """Return the class of the fixtures `engine` and `peer`."""
     return Counter
 
 
 @pytest.fixture
-def own(backend: str, scheduler: Scheduler, role: str) -> Engine:
-    """A Counter in a worker of this test alone; on Ray it shares no memory with the script, as on
-    another machine.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if backend == "ray":
-            patch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
-        scheduler.create_workers(Job(role=role))
-    return Engine.create(scheduler, f"{role}/0", Counter)
+def own(scheduler: Scheduler, role: str) -> Iterator[Engine]:
+    """Provide a Counter in a worker of this test alone, which the test may stop."""
+    (worker,) = scheduler.create_workers(Job(role=role))
+    made = Engine.create(scheduler, worker, Counter)
+    pid = made.call("pid")
+    yield made
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture
@@ -105,3 +138,68 @@ def run_driver(tmp_path: Path, backend: str) -> Iterator[Callable[..., Driver]]:
     yield start
     for driver in started:
         driver.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """Provide threads for calls that block."""
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+# --- worker groups and reward pools ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resources(scheduler: Scheduler) -> Iterator[ResourceManager]:
+    """Hold all eight devices during a module."""
+    with ResourceManager(8, scheduler=scheduler) as manager:
+        yield manager
+
+
+@pytest.fixture(scope="module")
+def members(resources: ResourceManager) -> Iterator[Members]:
+    """Provide a group of 2 dp x 2 tp x 2 pp to tests that leave it usable."""
+    config = ClusterConfig(
+        device_mapping="0-7", tp_size=2, pp_size=2, num_cpus=0.5, env_vars=ON_CPU
+    )
+    with Members("members", Member, resources, config, args=(100,)) as made:
+        yield made
+
+
+@pytest.fixture
+def make_cluster(
+    resources: ResourceManager, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Members]]:
+    """Start clusters that are closed after the test."""
+    made: list[Members] = []
+
+    def start(worker_cls: Any = Member, *args: Any, name: str = "", **config: Any) -> Members:
+        settings = {"num_cpus": 0.5, "env_vars": ON_CPU, **config}
+        name = name or f"group-{abs(hash(request.node.nodeid)) % 10**8}-{len(made)}"
+        made.append(Members(name, worker_cls, resources, ClusterConfig(**settings), args=args))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def make_pool(scheduler: Scheduler, role: str) -> Iterator[Callable[..., RewardPool]]:
+    """Start reward pools, of two workers by default, that are closed after the test."""
+    with contextlib.ExitStack() as pools:
+
+        def make(
+            function: Any = "tests.contract.reward_functions.act",
+            timeout: float | None = LIMIT_S,
+            num: int = 2,
+            **options: Any,
+        ) -> RewardPool:
+            pool = pools.enter_context(
+                RewardPool(scheduler, function, Job(role=role, replicas=num), timeout, **options)
+            )
+            pool.initialize()
+            return pool
+
+        yield make

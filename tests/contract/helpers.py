@@ -1,6 +1,4 @@
-"""Helpers of the contract tests beside those of the public suite: drivers as scripts, and the
-remains of a run.
-"""
+"""Helpers of the contract tests: marks, driver scripts, and checks of processes and files."""
 
 from __future__ import annotations
 
@@ -27,41 +25,48 @@ __all__ = ["LIMIT_S", "Engine", "Gate", "held", "is_running", "wait_until"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
+needs_processes = pytest.mark.not_on("inline")
+"""For tests that kill or stop workers, which `inline` runs in the process of the tests."""
+only_local = pytest.mark.not_on("inline", "ray")
+only_ray = pytest.mark.not_on("inline", "local")
+ray_smoke = pytest.mark.ray_smoke
+"""For quick tests whose result depends on Ray."""
+
 
 def has_stopped(pid: int) -> bool:
-    """Whether no thread of it runs any more: SIGSTOP reaches them one after another."""
+    """Return whether all threads of a process have stopped; SIGSTOP stops one after another."""
     states = []
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # the thread has just ended
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             states.append(path.read_text().rpartition(")")[2].split()[0])
     return set(states) == {"T"}
 
 
 def stop(pid: int) -> None:
-    """SIGSTOP, and wait until it stands still."""
+    """Stop a process by SIGSTOP and wait until all of its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: has_stopped(pid), f"all threads of process {pid} have stopped")
 
 
 def wait_gone(pids: dict[str, int], limit_s: float = 10.0) -> None:
-    """Wait until all these processes have ended; fail with the names of those that have not."""
+    """Wait until these processes have ended; fail with the names of those that run."""
     deadline = time.monotonic() + limit_s
     while left := {name: pid for name, pid in pids.items() if is_running(pid)}:
         if time.monotonic() > deadline:
             for pid in left.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            pytest.fail(f"still there after {limit_s:g} s (now killed): {left}", pytrace=False)
+            pytest.fail(f"still running after {limit_s:g} s (now killed): {left}", pytrace=False)
         time.sleep(0.02)
 
 
 def has_shared_memory(names: Iterable[str]) -> bool:
-    """Whether one of these segments of multiprocessing.shared_memory exists."""
+    """Return whether one of these segments of multiprocessing.shared_memory exists."""
     return any(os.path.exists(f"/dev/shm/{name.lstrip('/')}") for name in names)
 
 
 def processes_with(variable: str, value: str) -> dict[str, int]:
-    """Processes with this variable in their environment, by command line."""
+    """Return the processes with this variable in their environment, by command line."""
     found = {}
     for process in psutil.process_iter():
         try:
@@ -88,29 +93,31 @@ for index in range(2):
     memory.append(scheduler.call_engine(f"family/{index}", "share_memory"))
 tell(pids=pids, memory=memory)
 """
-"""A script of a Driver: two workers with a family and a segment of shared memory each."""
+"""Script of a Driver: two workers, each with a Family and a segment of shared memory."""
 
 WAIT = """
 while True:
     time.sleep(3600)
 """
-"""The end of a script that waits for a signal."""
+"""End of a script that waits for a signal."""
 
 
 class Driver:
-    """A script in a process group of its own, with a temporary folder of its own, that tells its
-    state as JSON lines.
+    """A script in its own process group, with its own temporary folder.
 
     Args:
-        script: Python source. It may use ``tell(**facts)``, ``folder`` and ``make()`` (a scheduler
-            of ``backend``).
+        folder: Folder of the script, its logs and its stderr.
+        backend: Name of the scheduler that ``make()`` returns.
+        script: Python source. It may use ``folder``, ``make()``, and ``tell(**facts)``, which
+            prints a line of JSON for ``facts()``.
+        environment: Further environment variables.
     """
 
     def __init__(
         self, folder: Path, backend: str, script: str, environment: dict[str, str] | None = None
     ) -> None:
         self.folder = folder
-        # Short: the path of a Unix socket has 107 bytes, and Ray's own ones lie below it.
+        # Short, since the path of a Unix socket has 107 bytes, and Ray adds folders of its own.
         self.temporary = tempfile.TemporaryDirectory(prefix="hc-")
         self.mark = os.urandom(8).hex()
         source = _PROLOGUE.format(backend=backend, folder=str(folder)) + script
@@ -134,22 +141,22 @@ class Driver:
         )
 
     def facts(self) -> dict[str, Any]:
-        """The next line that the script tells."""
+        """Return the next facts that the script prints."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
                 return dict(json.loads(line))
         code = self.process.wait()
         pytest.fail(
-            f"the driver ended with {code} before it told anything:\n{self.errors()}", pytrace=False
+            f"the driver ended with {code} before it printed facts:\n{self.errors()}", pytrace=False
         )
 
     def errors(self) -> str:
-        """What it wrote to stderr."""
+        """Return its stderr."""
         return (self.folder / "stderr").read_text()
 
     def wait(self, limit_s: float = 60.0) -> int:
-        """Its exit code."""
+        """Wait for its end and return its exit code."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -158,9 +165,7 @@ class Driver:
             )
 
     def wait_nothing_left(self, limit_s: float = 10.0) -> None:
-        """Fail unless every process, socket, folder and shared memory of the run is gone within the
-        limit.
-        """
+        """Fail if a process, socket, folder or segment of the run is left at the limit."""
         deadline = time.monotonic() + limit_s
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -172,10 +177,8 @@ class Driver:
             )
 
     def left(self) -> list[str]:
-        """What the run has not cleaned up yet. Logs are meant to stay; Ray keeps those of its
-        session too.
-        """
-        # unlike rglob, it goes on where a folder is removed meanwhile
+        """Return the processes and files that the run has left, except logs."""
+        # Unlike rglob, os.walk continues when a folder is removed meanwhile.
         walked = os.walk(self.temporary.name)
         paths = [Path(folder, name) for folder, _, names in walked for name in names]
         sockets = [
@@ -186,13 +189,13 @@ class Driver:
         return list(processes_with("HELMSMAN_DRIVER_MARK", self.mark)) + sockets + run_dirs + shared
 
     def _is_ours(self, name: str) -> bool:
-        # Other suites run beside this one on the same machine: a name with a pid tells whose it is,
-        # and weights are those of inference servers, which no driver here starts.
+        # Other tests run on this machine: names have the pid of their owner, and no driver here
+        # starts inference servers, which own the weights.
         is_of_a_server = name.startswith("helmsman-weights.")
         return ("helmsman" in name and not is_of_a_server) or str(self.process.pid) in name
 
     def close(self) -> None:
-        """End whatever is left."""
+        """Kill all processes of the run."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -208,7 +211,7 @@ class Driver:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for run_id in runs:
-            # those that hide have an empty environment, and their guardians were killed just now
+            # Some have an empty environment, and their guardians have just been killed.
             guardian.end_all(functools.partial(guardian.run_members, run_id))
 
 
