@@ -1,0 +1,1 @@
+"""Promises that the script or shared code decides before a backend acts: they run on `inline`."""
