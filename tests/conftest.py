@@ -1,4 +1,4 @@
-"""What all tests share: nothing that a test started may outlive the session."""
+"""Configuration of all tests; among others, it fails a session whose processes outlive it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 pytest.register_assert_rewrite("helmsman.testing.contract")
 
-# How long an example takes depends on what else the machine does.
+# The duration of an example depends on the load of the machine.
 hypothesis.settings.register_profile(
     "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -27,30 +27,31 @@ SESSION_ENV_VAR = "HELMSMAN_TEST_SESSION"
 SESSION = uuid.uuid4().hex
 GRACE_S = 10.0
 
-# In the background of a shell that has it ignored, what the tests start would be deaf to Ctrl-C,
-# too: only that is inherited.
+# A shell starts background jobs with SIGINT ignored. Child processes inherit only that, and would
+# not react to Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Under nohup: the kernel sends SIGHUP, then SIGCONT to stopped workers whose raylet has exited, and
-# the first must end them.
+# nohup ignores SIGHUP. The kernel sends SIGHUP, then SIGCONT, to stopped workers whose raylet has
+# exited, and the first signal must end them.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Inherited by every process that a test causes, also by those that left its process group or were
-# adopted by init.
+# Every process that a test causes inherits this variable, even after it has left the process group
+# or init has adopted it.
 os.environ[SESSION_ENV_VAR] = SESSION
 
-# As in workers: tests that compute in their own process leave the cores to the other processes.
+# Workers have the same setting: threads that wait leave the cores to other processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# The event loops of the controllers are then those of uvloop, as in scripts whose libraries install
-# it; `.ci/run` runs tests/contract so, too.
+# Scripts whose libraries install uvloop run the controllers on its event loops. `make nightly` runs
+# tests/contract so.
 if os.environ.get("HELMSMAN_TEST_UVLOOP"):
     import uvloop
 
     uvloop.install()
 
-# Records and logs of the tests lie below TMPDIR, and not among those of the user's own runs.
+# Without these variables, records and logs of the tests lie below TMPDIR, apart from those of the
+# user's own runs.
 for _name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
     os.environ.pop(_name, None)
 
@@ -79,22 +80,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest first, so that no process is left alone with it in the end."""
+    """Run the longest folders first, so that no process runs one of them alone in the end."""
     items.sort(key=lambda item: not {"multinode", "contract"} & set(item.path.parts))
 
 
 def pytest_collection_finish() -> None:
-    """Spare the modules that are imported by now from garbage collection: engines and tests that
-    ask for one wait for it.
-    """
+    """Exempt the imported modules from garbage collections, which engines and tests wait for."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Processes share the tests by files, but for folders whose files share what costs seconds to
-    start: a Ray cluster, or a model in workers.
+    """Distribute tests by file, or by folder where its files share a Ray cluster or workers with a
+    model, which take seconds to start.
     """
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
@@ -111,7 +110,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def processes_of_this_session() -> list[psutil.Process]:
-    """Processes that the tests caused and that run still, other than this one; zombies are dead."""
+    """Find the running processes that the tests caused, without this one and without zombies."""
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
         if process.pid != os.getpid() and _environ(process).get(SESSION_ENV_VAR) == SESSION:
@@ -150,10 +149,9 @@ def _describe(process: psutil.Process) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_outlives_the_session() -> Iterator[None]:
-    """Error at the end of the session if a process of the tests is still there after the 10 s that
-    Helmsman promises.
+    """Fail the session if a process of the tests still runs after the 10 s that Helmsman promises.
 
-    It is set up before every other session fixture, so it looks after the last of them is gone.
+    This fixture is set up before all other session fixtures, so it ends after them.
     """
     yield
     deadline = time.monotonic() + GRACE_S
@@ -171,9 +169,7 @@ def nothing_outlives_the_session() -> Iterator[None]:
 
 @pytest.fixture
 def young_heap() -> Iterator[None]:
-    """Collections of garbage look at new objects alone: beside those of torch and Ray, each would
-    take a second.
-    """
+    """Limit garbage collections to new objects. With those of torch and Ray, each takes a second."""
     gc.freeze()
     yield
     gc.unfreeze()
