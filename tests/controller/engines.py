@@ -20,7 +20,16 @@ from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from tests.contract.engines import hold_interpreter, wait_for_file  # type: ignore[attr-defined]
 
+SAMPLES: list[dict[str, Any]] = [
+    {"input_ids": list(range(1, length + 1)), "index": i}
+    for i, length in enumerate([3, 9, 1, 4, 7, 2])
+]
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def count_loss(num_samples: int, scale: float = 1.0) -> Any:
+    """Loss for RecordingTrainer, which passes only the number of samples."""
+    return num_samples * scale
 
 
 class RecordingTrainer:

@@ -9,7 +9,7 @@ from helmsman.controller._ray_backend.scheduler import RayScheduler
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
-from tests.controller.training.test_train_controller import SAMPLES, count_loss
+from tests.controller.engines import SAMPLES, count_loss
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}

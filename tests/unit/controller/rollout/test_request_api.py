@@ -22,7 +22,7 @@ from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.helpers import wait_until
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler
-from tests.controller.rollout.test_rollout_controller import (
+from tests.unit.controller.rollout.fake_rollout import (
     LIMIT_S,
     Gated,
     engine,

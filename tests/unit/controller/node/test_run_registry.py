@@ -1,4 +1,4 @@
-"""Records and logs of runs: where they lie, and how long logs are kept."""
+"""Tests of run records and log directories: their locations and retention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from helmsman.controller.cli import main
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where all temporary files go."""
+    """Directory that replaces /tmp."""
     path = tmp_path / "temporary"
     path.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(path))
@@ -39,7 +39,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_logs(run_id: str, age_s: float = 0.0) -> Path:
-    """Logs of a run that has ended."""
+    """Make the logs of a run that has ended."""
     path = default_log_dir(run_id)
     make_log_dir(path, run_id)
     (path / "a-0.log").write_text("line\n")
@@ -84,7 +84,7 @@ def test_run_lock_that_cannot_be_written(
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/proc/none"])
-def test_make_log_dir_that_cannot_be_made(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_log_dir_at_an_invalid_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", path)
     with LocalScheduler(preload=()) as scheduler, pytest.raises(LogDirectoryError) as caught:
         scheduler.create_workers(Job(role="a"))
@@ -96,9 +96,7 @@ def test_make_log_dir_that_cannot_be_made(path: str, monkeypatch: pytest.MonkeyP
 def test_run_lock_without_a_runtime_directory(
     value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The record shows no secret, and a shell with a runtime directory finds it: a batch job has
-    none, and a login has.
-    """
+    """A shell with a runtime directory finds the record, which contains no secret."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", value)
     monkeypatch.setattr("sys.argv", ["train.py", "--api-key", "hunter2"])
     lock = RunLock("0123456789", "Test", tmp_path)
@@ -113,8 +111,7 @@ def test_run_lock_without_a_runtime_directory(
 # --- retention ------------------------------------------------------------------------------------
 
 
-def test_old_logs_go_when_a_run_starts() -> None:
-    """By their number, or their age."""
+def test_old_logs_are_removed_when_a_run_starts() -> None:
     ids = [f"{index:010x}" for index in range(KEPT_RUNS + 3)]
     paths = [make_logs(run_id, age_s=index * 60.0) for index, run_id in enumerate(ids)]
     InlineScheduler().close()
@@ -132,7 +129,9 @@ def test_old_logs_of_a_live_run_stay() -> None:
     assert logs.exists()
     lock.release()
     assert [left.run_id for left in leftovers(["0000000001"])] == ["0000000001"]
-    assert leftovers(["0000000001"], logs=True, alive=["0000000001"]) == [], "it is alive elsewhere"
+    assert leftovers(["0000000001"], logs=True, alive=["0000000001"]) == [], (
+        "the run is alive elsewhere"
+    )
     InlineScheduler().close()
     assert not logs.exists()
 
@@ -150,7 +149,6 @@ def test_old_logs_leave_other_files(tmp_path: Path) -> None:
 
 
 def test_clean_reports_and_removes_logs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that are old, or of a run that is named with --logs."""
     old, new, other = (
         make_logs("0000000001", KEPT_S + 3600.0),
         make_logs("0000000002"),

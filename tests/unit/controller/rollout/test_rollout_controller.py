@@ -1,82 +1,36 @@
-"""RolloutController: least loaded, bounded, in order; each request once, whatever happens to its
-worker.
-"""
+"""Tests of RolloutController with a fake scheduler: routing, bounds, failures and weights."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, WorkerFailedError
 from helmsman.api.generation import GenerationRequest, SamplingParams
-from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy
-from helmsman.controller._aio.event_loop import background_loop, run_sync
+from helmsman.api.scheduler import Job
+from helmsman.controller._aio.event_loop import background_loop
 from helmsman.controller._generation.health import Health
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._schedulers.factory import make_scheduler
-from helmsman.controller._training.train_controller import TrainController
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler
-
-LIMIT_S = 30.0
-
-
-class Gated(CountingRollout):
-    """Requests stay in flight until the test ends them."""
-
-    def __init__(self) -> None:
-        super().__init__(gated=True)
+from tests.unit.controller.rollout.fake_rollout import (
+    LIMIT_S,
+    Gated,
+    engine,
+    finish,
+    settle,
+    started,
+    submit_all,
+)
 
 
 @pytest.fixture
 def scheduler() -> Iterator[FakeScheduler]:
     with FakeScheduler() as scheduler:
         yield scheduler
-
-
-def started(
-    scheduler: Scheduler, replicas: int, engine: str | type[Any] = Gated, **options: Any
-) -> RolloutController:
-    controller = RolloutController(
-        scheduler, engine, Job(role="rollout", replicas=replicas), **options
-    )
-    controller.initialize()
-    return controller
-
-
-def engine(scheduler: FakeScheduler, index: int) -> CountingRollout:
-    found: CountingRollout = scheduler.engines[f"rollout/{index}"]
-    return found
-
-
-def settle() -> None:
-    """Let everything happen that the background loop can do by itself now."""
-
-    async def idle() -> None:
-        for _ in range(20):
-            await asyncio.sleep(0)
-
-    run_sync(idle())
-
-
-def finish(scheduler: FakeScheduler, index: int, num: int | None = None) -> list[str]:
-    ended = run_sync(engine(scheduler, index).finish(num))
-    settle()
-    return ended
-
-
-def submit_all(
-    controller: RolloutController, prompts: Sequence[Sequence[int]], max_new_tokens: int = 1
-) -> list[Any]:
-    futures = [
-        controller.submit(prompt, SamplingParams(max_new_tokens=max_new_tokens))
-        for prompt in prompts
-    ]
-    settle()
-    return futures
 
 
 # --- order, routing, bounds -----------------------------------------------------------------------
@@ -118,7 +72,7 @@ def test_submit_prefers_fewest_outstanding_tokens(scheduler: FakeScheduler) -> N
             finish(scheduler, i)
 
 
-# --- what the caller gets wrong -------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 def test_requests_refuse_invalid_arguments(scheduler: FakeScheduler) -> None:
@@ -153,7 +107,7 @@ def test_requests_refuse_invalid_arguments(scheduler: FakeScheduler) -> None:
             rollout.submit(request)
         finish(scheduler, 0)
         assert future.result(LIMIT_S).request_id == "mine"
-        again = rollout.submit(request)  # its id is free again
+        again = rollout.submit(request)  # the id is free again
         finish(scheduler, 0)
         assert again.result(LIMIT_S).token_ids == [2]
 
@@ -173,7 +127,9 @@ def test_controller_with_statement_starts_and_closes(scheduler: FakeScheduler) -
     job = Job(role="rollout")
     with RolloutController(scheduler, CountingRollout, job) as rollout:
         rollout.initialize()
-        assert scheduler.methods("rollout/0").count("__init__") == 1, "it had started"
+        assert scheduler.methods("rollout/0").count("__init__") == 1, (
+            "the second start does nothing"
+        )
         assert len(rollout.generate([[1], [2]], num_samples=2)) == 4
         assert rollout.generate_one([1]).token_ids
         assert len(rollout.generate_samples([1], 3)) == 3
@@ -191,7 +147,7 @@ async def test_controller_async_with_starts_and_closes(scheduler: FakeScheduler)
     assert scheduler.jobs == {}
 
 
-def test_controller_with_statement_leaves_nothing_of_a_failed_start(
+def test_controller_with_statement_cleans_up_a_failed_start(
     scheduler: FakeScheduler,
 ) -> None:
     class Broken(CountingRollout):
@@ -202,7 +158,7 @@ def test_controller_with_statement_leaves_nothing_of_a_failed_start(
         pytest.raises(HelmsmanError, match="no model there"),
         RolloutController(scheduler, Broken, Job(role="rollout")),
     ):
-        pytest.fail("it has not started")
+        pytest.fail("the controller has not started")
     assert scheduler.jobs == {}
 
 
@@ -229,7 +185,7 @@ def test_generate_one_cancelled_withdraws_the_request(scheduler: FakeScheduler) 
 # --- failures -------------------------------------------------------------------------------------
 
 
-def test_death_fails_its_own_requests_once(scheduler: FakeScheduler) -> None:
+def test_death_fails_only_requests_of_the_worker(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
         # 0 and 2 on the first worker, 1 and 3 on the second, 4 and 5 wait
         futures = submit_all(rollout, [[1]] * 6)
@@ -292,7 +248,7 @@ def test_generate_failure_aborts_the_rest(scheduler: FakeScheduler) -> None:
 
 
 class Sticks(CountingRollout):
-    """The second worker ignores weights until it is told otherwise."""
+    """Ignores weights on the second worker while ``sticks`` is set."""
 
     sticks = True
 
@@ -331,7 +287,7 @@ def test_update_weights_refused_by_all(scheduler: FakeScheduler) -> None:
             futures[1].result(LIMIT_S)
         with pytest.raises(EngineCallError, match="KeyError"):
             rollout.generate([[1]])
-        finish(scheduler, 0)  # what ran went on, with the weights it had
+        finish(scheduler, 0)  # the running request keeps its weights
         assert futures[0].result(LIMIT_S).versions == [0]
         rollout.update_weights({"weight": []}, 1)
         assert rollout.stats().instances["rollout/0"].state is Health.HEALTHY
@@ -347,7 +303,7 @@ def test_update_weights_with_a_dead_worker(scheduler: FakeScheduler) -> None:
         assert rollout.update_weights({"weight": []}, 2) == 2
 
 
-# --- life -----------------------------------------------------------------------------------------
+# --- close ----------------------------------------------------------------------------------------
 
 
 def test_close_fails_waiting_requests(scheduler: FakeScheduler) -> None:
@@ -371,54 +327,3 @@ def test_close_fails_waiting_requests(scheduler: FakeScheduler) -> None:
         rollout.generate([[1]])
     with started(scheduler, 1, CountingRollout) as again:
         assert again.generate([[1]])[0].token_ids == [2]
-
-
-@pytest.fixture(scope="module")
-def local() -> Iterator[Scheduler]:
-    with make_scheduler("local", preload=()) as scheduler:
-        yield scheduler
-
-
-@pytest.mark.slow
-def test_generate_on_processes(local: Scheduler) -> None:
-    with started(
-        local, 2, "tests.controller.engines.CountingRollout", max_in_flight_per_worker=8
-    ) as rollout:
-        prompts = [[i + 1, i + 2] for i in range(100)]
-        results = rollout.generate(prompts, SamplingParams(max_new_tokens=2, seed=3))
-        assert [result.token_ids for result in results] == [[i + 2, i + 3] for i in range(100)]
-        assert rollout.update_weights({"weight": [1.0]}, 4) == 4
-        assert rollout.versions() == {"rollout/0": 4, "rollout/1": 4}
-        figures = [local.call_engine(worker.id, "figures") for worker in rollout.workers]
-        assert [num_updates for num_updates, _, _ in figures] == [1, 1]
-        assert all(most_at_once <= 8 for _, most_at_once, _ in figures)
-        assert sorted(id_ for _, _, served in figures for id_ in served) == sorted(
-            r.request_id for r in results
-        )
-
-
-@pytest.mark.slow
-def test_rollout_in_workers_of_another_role(local: Scheduler) -> None:
-    actor = TrainController(
-        local, "tests.controller.engines.RecordingTrainer", Job(role="actor", replicas=2)
-    )
-    strategy = SchedulingStrategy(type="colocation", target="actor")
-    job = Job(role="rollout", replicas=2, scheduling_strategy=strategy)
-    rollout = RolloutController(local, "tests.controller.engines.CountingRollout", job)
-    actor.initialize()
-    rollout.initialize()
-    assert len({status.pid for status in local.status()}) == 2
-    assert [result.token_ids for result in rollout.generate([[1], [2], [3]])] == [[2], [3], [4]]
-    assert actor.update_rollout(rollout) == 0
-    with pytest.raises(WorkerFailedError):
-        local.call_engine("rollout/1", "die")
-    with pytest.raises(GroupCallError, match="SIGKILL"):
-        rollout.versions()
-    assert [load.state for load in rollout.stats().instances.values()] == [
-        Health.HEALTHY,
-        Health.DEAD,
-    ]
-    assert len(rollout.generate([[1], [2]])) == 2
-    actor.close()  # takes along what shares its workers
-    rollout.close()
-    assert local.status() == []
