@@ -1,33 +1,70 @@
-"""The connection to a worker: lost and restored while each call has one outcome, encrypted between
-machines.
+"""Workers on Ray that share no memory with the script, as on another machine: TLS, lost
+connections, the object store and the observer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import itertools
 import os
 import re
 import signal
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+pytest.importorskip("ray", reason="its workers are Ray actors")
+
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Scheduler, WorkerState
+from helmsman.api.scheduler import Job, Scheduler, WorkerHealth, WorkerState
 from helmsman.controller._aio.event_loop import background_loop
+from helmsman.controller._ray_backend.scheduler import RayScheduler
 from helmsman.controller._transport import channel as channel_module
 from helmsman.controller._transport.channel import Channel
-from tests.contract.engines import Counter
+from tests.contract.conftest import gate  # noqa: F401 - a fixture of these tests
+from tests.contract.engines import Counter, release_interpreter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, stop, wait_until
 
-pytestmark = pytest.mark.not_on("inline", "no connection lies between script and worker")
-only_ray = pytest.mark.not_on("local", "all its workers share memory with the script")
+pytestmark = pytest.mark.slow
+SEGMENTS = "helmsman.controller._ray_backend.transport.HAS_SEGMENTS"
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
+    with RayScheduler(
+        address="local", num_cpus=16, log_dir=tmp_path_factory.mktemp("logs"), preload=None
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+def role(scheduler: Scheduler) -> Iterator[str]:
+    """Provide the name of a role that is deleted after the test."""
+    name = f"role-{next(_numbers)}"
+    yield name
+    if any(status.worker_id.startswith(f"{name}/") for status in scheduler.status()):
+        scheduler.delete_workers(name)
+
+
+@pytest.fixture
+def far(scheduler: Scheduler, role: str) -> Engine:
+    """Provide a Counter in a worker that shares no memory with the script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SEGMENTS, False)
+        return _counter(scheduler, role)
+
+
+def _counter(scheduler: Scheduler, role: str) -> Engine:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    return Engine.create(scheduler, worker, Counter)
 
 
 def _channel(engine: Engine) -> Channel:
@@ -42,6 +79,9 @@ def _socket(engine: Engine) -> socket.socket:
     return sock
 
 
+# --- lost connections -----------------------------------------------------------------------------
+
+
 def _on_loop(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function on the controller's loop."""
     done: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -49,110 +89,87 @@ def _on_loop(function: Callable[..., Any], *args: Any) -> Any:
     return done.result(LIMIT_S)
 
 
-def _end(sock: socket.socket, kind: str) -> None:
-    """End a connection; with a reset the bytes that the other side has not read yet are lost."""
-    if kind == "reset":
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    elif kind == "shutdown":
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
 def _cut(engine: Engine, kind: str) -> None:
-    """Lose the connection and wait until another has replaced it."""
+    """Lose the connection; a reset also loses the bytes that the worker has not read yet."""
     channel, sock = _channel(engine), _socket(engine)
 
     def cut() -> None:
-        _end(sock, kind)
-        if kind != "shutdown":
-            channel._drop(sock)
+        if kind == "reset":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        elif kind == "shutdown":
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        channel._drop(sock)
 
     _on_loop(cut)
-    wait_until(lambda: channel._socket not in (None, sock), "the connection is restored")
 
 
-CUTS = pytest.mark.parametrize("kind", ["close", "reset", "shutdown"])
+KINDS = pytest.mark.parametrize("kind", ["close", "reset", "shutdown"])
 
 
-@CUTS
-def test_channel_cut_during_calls(own: Engine, gate: Gate, kind: str) -> None:
-    waiting = own.begin("wait", *gate.files)
+@KINDS
+def test_channel_cut_during_calls(far: Engine, gate: Gate, kind: str) -> None:  # noqa: F811
+    waiting = far.begin("wait", *gate.files)
     gate.wait_started()
-    queued = [own.begin("add", 10) for _ in range(3)]
-    _cut(own, kind)
-    later = own.begin("add", 100)
+    queued = [far.begin("add", 10) for _ in range(3)]
+    _cut(far, kind)
+    wait_until(lambda: _channel(far)._socket is not None, "the connection is restored")
+    later = far.begin("add", 100)
     gate.open()
     assert waiting.result(LIMIT_S) == 1
     assert [each.result(LIMIT_S) for each in queued] == [11, 21, 31]
     assert later.result(LIMIT_S) == 131
-    assert own.call("add", 0) == 131, "nothing ran twice"
-    assert own.scheduler.status()[-1].state is WorkerState.READY
+    assert far.call("add", 0) == 131, "no call ran twice"
+    assert far.state is WorkerState.READY
 
 
-@CUTS
-def test_channel_cut_before_requests_read(own: Engine, kind: str) -> None:
-    channel, pid = _channel(own), own.call("pid")
+@KINDS
+def test_channel_cut_before_requests_read(far: Engine, kind: str) -> None:
+    channel, pid = _channel(far), far.call("pid")
     stop(pid)
     try:
-        unread = [own.begin("add") for _ in range(5)]
-        wait_until(lambda: len(channel._awaited) == 5, "they are written")
-        sock = _socket(own)
-        _on_loop(_end, sock, kind)
-        _on_loop(channel._drop, sock)
-        written_to_none = own.begin("add")
-        wait_until(lambda: len(channel._awaited) == 6, "it is posted")
+        unread = [far.begin("add") for _ in range(5)]
+        wait_until(lambda: len(channel._awaited) == 5, "the requests are written")
+        _cut(far, kind)
+        unread.append(far.begin("add"))
+        wait_until(lambda: len(channel._awaited) == 6, "another request is posted")
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert [each.result(LIMIT_S) for each in (*unread, written_to_none)] == [1, 2, 3, 4, 5, 6]
-    assert own.call("add", 0) == 6
+    assert [each.result(LIMIT_S) for each in unread] == [1, 2, 3, 4, 5, 6]
+    assert far.call("add", 0) == 6
 
 
 @pytest.mark.parametrize(
     ("kind", "num_bytes"), [("close", 0), ("shutdown", 1 << 10), ("reset", 1 << 21)]
 )
 def test_channel_cut_before_replies_read(
-    own: Engine, tmp_path: Path, kind: str, num_bytes: int
+    far: Engine, tmp_path: Path, kind: str, num_bytes: int
 ) -> None:
-    channel, sock = _channel(own), _socket(own)
-    loop = background_loop()
-    _on_loop(loop.remove_reader, sock)
-    calls = [own.begin("add"), own.begin("make", num_bytes)]
+    _on_loop(background_loop().remove_reader, _socket(far))
+    calls = [far.begin("add"), far.begin("make", num_bytes)]
     marked = tmp_path / "executed"
-    calls.append(own.begin("apply", os.mkdir, str(marked)))
-    wait_until(marked.exists, "all are executed")
-
-    def cut() -> None:
-        _end(sock, kind)
-        channel._drop(sock)
-
-    _on_loop(cut)
+    calls.append(far.begin("apply", os.mkdir, str(marked)))
+    wait_until(marked.exists, "all calls are executed")
+    _cut(far, kind)
     assert calls[0].result(LIMIT_S) == 1
     assert calls[1].result(LIMIT_S).sum() == 7 * num_bytes
     assert calls[2].result(LIMIT_S) is None
-    assert own.call("add") == 2
-
-
-def test_channel_cut_repeatedly(own: Engine) -> None:
-    calls = []
-    for _ in range(5):
-        calls += [own.begin("add") for _ in range(20)]
-        _cut(own, "reset")
-    assert sorted(each.result(LIMIT_S) for each in calls) == list(range(1, 101))
-    assert own.call("add", 0) == 100
+    assert far.call("add") == 2
 
 
 def test_channel_not_restored_fails_worker(
-    own: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    far: Engine,
+    gate: Gate,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def refused() -> socket.socket:
         raise TimeoutError("no connection within 3 s")
 
-    pid = own.call("pid")
+    pid = far.call("pid")
     monkeypatch.setattr(channel_module, "RECONNECT_S", 0.2)
-    waiting = own.begin("wait", *gate.files)
+    waiting = far.begin("wait", *gate.files)
     gate.wait_started()
-    channel, sock = _channel(own), _socket(own)
-    channel._connector.connect = refused
-    _on_loop(channel._drop, sock)
+    _channel(far)._connector.connect = refused
+    _cut(far, "close")
     with pytest.raises(
         errors.WorkerFailedError,
         match="connection was lost and could not be restored within 0.2 s: no conn",
@@ -162,77 +179,108 @@ def test_channel_not_restored_fails_worker(
     with pytest.raises(
         errors.WorkerFailedError, match="was ended by this scheduler: its connection was lost"
     ):
-        own.call("add")
+        far.call("add")
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "its process has ended")
 
 
-def test_channel_drops_confirmed_frames(own: Engine) -> None:
+def test_channel_drops_confirmed_frames(far: Engine) -> None:
     for _ in range(300):
-        own.call("add")
-    assert not _channel(own)._awaited
-    assert len(_channel(own)._session._kept) <= 1
+        far.call("add")
     value = torch.arange(1 << 18, dtype=torch.uint8)
-    assert torch.equal(own.call("echo", value), value)
-    assert len(_channel(own)._session._kept) <= 1
+    assert torch.equal(far.call("echo", value), value)
+    assert not _channel(far)._awaited
+    assert len(_channel(far)._session._kept) <= 1
 
 
-def test_channel_order_of_all_sizes(own: Engine) -> None:
-    """Between machines large arguments go through the object store, small ones by the
-    connection.
-    """
-    sizes = [0, 1 << 21, 0, 1 << 10, 1 << 22, 0, 1 << 15, 0]
+# --- payloads, which large ones take by the object store ------------------------------------------
+
+
+def test_channel_payloads_of_all_sizes(far: Engine) -> None:
+    sizes = [0, 1 << 21, 0, 1 << 10, (1 << 20) - 4096, 1 << 23, 0, 1 << 15, 0]
     calls = [
-        own.begin("note_number", index, torch.zeros(size, dtype=torch.uint8))
+        far.begin("note_number", index, torch.zeros(size, dtype=torch.uint8))
         for index, size in enumerate(sizes)
     ]
     for call in calls:
         call.result(LIMIT_S)
-    assert own.call("numbers") == list(range(len(sizes)))
-
-
-def test_channel_results_of_all_sizes(own: Engine) -> None:
-    for size in (0, 1 << 10, (1 << 20) - 4096, 1 << 20, 1 << 23):
+    assert far.call("numbers") == list(range(len(sizes))), "no argument overtakes another"
+    for size in sizes:
         value = torch.arange(size, dtype=torch.uint8)
-        assert torch.equal(own.call("echo", value), value)
-        assert _channel(own).is_open
+        assert torch.equal(far.call("echo", value), value)
+        assert _channel(far).is_open
 
 
-def test_channel_unix_socket_or_tls(backend: str, engine: Engine, own: Engine) -> None:
-    assert _channel(engine).shares_memory
-    assert _socket(engine).family == socket.AF_UNIX
-    if backend == "ray":
-        connection = _socket(own)
-        assert not _channel(own).shares_memory
-        assert isinstance(connection, ssl.SSLSocket)
-        assert connection.version() == "TLSv1.3"
+def test_kept_results_reach_other_machines(
+    scheduler: Scheduler, role: str, far: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value lies in a segment until a worker needs it that cannot map the segment."""
+    near, neighbour = (
+        Engine.create(scheduler, worker, Counter)
+        for worker in scheduler.create_workers(Job(role=f"{role}-near", replicas=2))
+    )
+    monkeypatch.setattr(SEGMENTS, False)
+    other = _counter(scheduler, f"{role}-far")
+    keep = {"rpc_meta": {"keep": True}}
+    kept = near.call("make", 1 << 20, **keep)
+    put = scheduler.put(torch.full((1 << 20,), 3))
+    apart = far.call("make", 1 << 10, **keep)
+    for engine in (neighbour, far, other, near, far):
+        assert engine.call("total", kept, put, apart) == (7 << 20) + (3 << 20) + (7 << 10)
+    assert scheduler.get(kept).sum() == 7 << 20
+    for handle in (kept, put, apart):
+        scheduler.release(handle)
+        with pytest.raises(errors.HandleLostError, match="was released"):
+            other.call("total", handle)
+    for name in ("near", "far"):
+        scheduler.delete_workers(f"{role}-{name}")
 
 
-@only_ray
-def test_channel_without_tls(
+# --- encryption and addresses ---------------------------------------------------------------------
+
+
+def test_channel_unix_socket_or_tls(
+    scheduler: Scheduler, role: str, far: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = _socket(far)
+    assert isinstance(connection, ssl.SSLSocket)
+    assert connection.version() == "TLSv1.3"
+    near = _counter(scheduler, f"{role}-near")
+    assert _socket(near).family == socket.AF_UNIX
+    monkeypatch.setattr(SEGMENTS, False)
+    monkeypatch.setenv("HELMSMAN_TLS", "0")
+    with RayScheduler() as without_tls:
+        plain = _counter(without_tls, "plain")
+        assert plain.call("add") == 1
+        assert not isinstance(_socket(plain), ssl.SSLSocket)
+        assert _socket(plain).family == socket.AF_INET
+    scheduler.delete_workers(f"{role}-near")
+
+
+def test_channel_falls_back_to_tls(
     scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HELMSMAN_TLS=0, which a scheduler reads when it is made."""
-    monkeypatch.setattr(scheduler._backend, "_tls", False)  # type: ignore[attr-defined]
-    monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
-    scheduler.create_workers(Job(role=role))
-    engine = Engine.create(scheduler, f"{role}/0", Counter)
-    assert engine.call("add") == 1
-    assert not isinstance(_socket(engine), ssl.SSLSocket)
-    assert _socket(engine).family == socket.AF_INET
+    """Between two network namespaces, the kernel keeps abstract sockets apart."""
+
+    async def refused(path: str, limit_s: float) -> None:
+        raise ConnectionRefusedError(path)
+
+    monkeypatch.setattr("helmsman.rpc_server._wire.auth.open_unix", refused)
+    engine = _counter(scheduler, role)
+    assert isinstance(_socket(engine), ssl.SSLSocket)
+    assert [engine.call("add") for _ in range(3)] == [1, 2, 3]
+    value = torch.arange(1 << 21, dtype=torch.uint8)
+    assert torch.equal(engine.call("echo", value), value)
 
 
-@only_ray
-@pytest.mark.parametrize("tls", [True, False])
 def test_channel_start_error_names_address(
-    scheduler: Scheduler, role: str, tls: bool, monkeypatch: pytest.MonkeyPatch
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a firewall lies between script and worker."""
+    """A firewall between script and worker drops packets."""
 
     async def dropped(address: tuple[str, int], limit_s: float) -> None:
         raise TimeoutError(f"no connection within {limit_s:g} s")
 
-    monkeypatch.setattr(scheduler._backend, "_tls", tls)  # type: ignore[attr-defined]
-    monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
+    monkeypatch.setattr(SEGMENTS, False)
     monkeypatch.setattr("helmsman.rpc_server._wire.auth.open_tcp", dropped)
     with pytest.raises(errors.WorkerStartError) as caught:
         scheduler.create_workers(Job(role=role))
@@ -245,56 +293,8 @@ def test_channel_start_error_names_address(
     )
 
 
-@only_ray
-def test_channel_falls_back_to_tls(
-    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where worker and script are in two network namespaces, whose abstract sockets the kernel
-    keeps apart.
-    """
-
-    async def refused(path: str, limit_s: float) -> None:
-        raise ConnectionRefusedError(path)
-
-    monkeypatch.setattr("helmsman.rpc_server._wire.auth.open_unix", refused)
-    scheduler.create_workers(Job(role=role))
-    engine = Engine.create(scheduler, f"{role}/0", Counter)
-    assert isinstance(_socket(engine), ssl.SSLSocket)
-    assert [engine.call("add") for _ in range(3)] == [1, 2, 3]
-    value = torch.arange(1 << 21, dtype=torch.uint8)
-    assert torch.equal(engine.call("echo", value), value)
-
-
-@only_ray
-def test_kept_results_reach_other_machines(
-    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lies in a segment until a worker that cannot map that wants it."""
-    scheduler.create_workers(Job(role=f"{role}-near", replicas=2))
-    near, neighbour = (
-        Engine.create(scheduler, f"{role}-near/{index}", Counter) for index in range(2)
-    )
-    monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
-    scheduler.create_workers(Job(role=f"{role}-far", replicas=2))
-    far = [Engine.create(scheduler, f"{role}-far/{index}", Counter) for index in range(2)]
-    kept = scheduler.call_engine(
-        near.worker_id, "make", near.name, 1 << 20, rpc_meta={"keep": True}
-    )
-    put = scheduler.put(torch.full((1 << 20,), 3))
-    apart = scheduler.call_engine(
-        far[0].worker_id, "make", far[0].name, 1 << 10, rpc_meta={"keep": True}
-    )
-    for engine in (neighbour, *far, near, far[0]):
-        assert engine.call("total", kept, put, apart) == (7 << 20) + (3 << 20) + (7 << 10)
-    assert scheduler.get(kept).sum() == 7 << 20
-    for handle in (kept, put, apart):
-        scheduler.release(handle)
-        with pytest.raises(errors.HandleLostError, match="was released"):
-            far[1].call("total", handle)
-
-
 class _Redirected(socket.socket):
-    """Connections to Unix sockets of workers all go to the first of them."""
+    """Connects to the first worker whenever a Unix socket of a worker is meant."""
 
     first = ""
 
@@ -304,15 +304,43 @@ class _Redirected(socket.socket):
         super().connect(address)
 
 
-@only_ray
 def test_channel_redirected_connection(
     scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An attacker leads connections astray: each worker answers only to those that are meant for
-    it.
-    """
+    """A worker accepts no connection that an attacker has led to it from another worker."""
     monkeypatch.setattr(socket, "socket", _Redirected)
     workers = scheduler.create_workers(Job(role=role, replicas=2))
     engines = [Engine.create(scheduler, worker, Counter) for worker in workers]
     assert _Redirected.first
     assert len({engine.call("pid") for engine in engines}) == 2
+
+
+# --- health, which the worker's observer answers --------------------------------------------------
+
+
+def _observed(engine: Engine) -> WorkerHealth:
+    health = asyncio.run(engine.scheduler.check_health(engine.worker_id))
+    assert not health.answered
+    return health
+
+
+def test_health_of_held_interpreter(far: Engine, gate: Gate) -> None:  # noqa: F811
+    future = far.begin("hold_interpreter", *gate.files)
+    gate.wait_started()
+    try:
+        wait_until(lambda: (_observed(far).stuck_s or 0.0) > 1.0, "the interpreter is stuck")
+        assert _observed(far).running == f"{far.name}.hold_interpreter"
+    finally:
+        release_interpreter(gate.started)
+    future.result(LIMIT_S)
+
+
+def test_health_of_stopped_worker(far: Engine) -> None:
+    pid = far.call("pid")
+    stop(pid)
+    try:
+        health = _observed(far)
+        assert (health.process_state, health.pid, health.is_busy) == ("stopped", pid, False)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert far.call("add") == 1
