@@ -1,9 +1,8 @@
-"""RayRPCServer's methods for tools and other actors, by a plain Ray actor handle."""
+"""Tests of the methods that tools and other actors call by the actor handle of a worker."""
 
 from __future__ import annotations
 
 import importlib
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.scheduler import Job
 from helmsman.controller._ray_backend.scheduler import RayScheduler
-from helmsman.rpc_server._server.channel import listen_tcp
 from helmsman.rpc_server._server.ray_server import worker_ports_of
 from helmsman.rpc_server._wire.messages import WorkerConfig
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held
 
 FIRST_PORT, LAST_PORT = 23_100, 23_199
-pytestmark = pytest.mark.slow
 ray: Any = importlib.import_module("ray")
 """Imported after the scheduler's module, which decides how clusters authenticate."""
 
@@ -39,23 +36,16 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayScheduler
             yield made
 
 
-@pytest.fixture
-def busy_port() -> Iterator[int]:
-    """A port of this machine at which another socket listens."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        yield other.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def engine(scheduler: RayScheduler) -> Engine:
-    """A Counter that the controller has created in the worker."""
+    """A Counter in the worker."""
     (worker,) = scheduler.create_workers(Job(role="target"))
     return Engine.create(scheduler, worker, Counter)
 
 
 @pytest.fixture
 def actor(engine: Engine) -> Any:
-    """The worker's actor, as a tool finds it."""
+    """The actor of the worker, found by its name."""
     found = [
         each
         for each in ray.util.list_named_actors(all_namespaces=True)
@@ -75,15 +65,11 @@ def test_actor_health_during_call(actor: Any, engine: Engine, tmp_path: Path) ->
         assert (health.worker_id, health.running) == ("target/0", "target/0.wait")
 
 
-def test_actor_configure(actor: Any, engine: Engine) -> None:
+def test_actor_configure_and_set_env(actor: Any, engine: Engine) -> None:
     environment = [EnvironmentVariable("OF_A_TOOL", "configured", "a tool")]
-    get(
-        actor.configure.remote(WorkerConfig(role="target", rank=0, seed=5, environment=environment))
-    )
+    config = WorkerConfig(role="target", rank=0, seed=5, environment=environment)
+    get(actor.configure.remote(config))
     assert engine.call("environ", "OF_A_TOOL") == {"OF_A_TOOL": "configured"}
-
-
-def test_actor_set_env(actor: Any, engine: Engine) -> None:
     get(actor.set_env.remote({"OF_A_TOOL": "set"}))
     assert engine.call("environ", "OF_A_TOOL") == {"OF_A_TOOL": "set"}
 
@@ -132,21 +118,6 @@ def test_actor_call_by_another_actor(actor: Any, engine: Engine) -> None:
 )
 def test_worker_ports_of_raylet(options: list[bytes], expected: range | None) -> None:
     assert worker_ports_of([b"/ray/raylet", *options, b"", b"--no_value"]) == expected
-
-
-def test_listen_tcp_free_port_of_range(busy_port: int) -> None:
-    with listen_tcp("127.0.0.1", range(busy_port, busy_port + 50)) as first:
-        port = first.getsockname()[1]
-        assert busy_port < port < busy_port + 50
-
-
-def test_listen_tcp_without_free_port(busy_port: int) -> None:
-    expected = (
-        f"none of the ports {busy_port}-{busy_port} of 127.0.0.1 is free .* set "
-        "HELMSMAN_PORT_RANGE to a wider range"
-    )
-    with pytest.raises(OSError, match=expected):
-        listen_tcp("127.0.0.1", range(busy_port, busy_port + 1))
 
 
 def test_remote_worker_listens_on_port_range(

@@ -1,4 +1,4 @@
-"""Collectives of a process: torch's flight recorder, and NCCL's RAS service as a fake server."""
+"""Tests that collectives are read from torch's flight recorder and from a fake NCCL RAS service."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def serve(listener: socket.socket, replies: list[bytes], asked: list[bytes]) -> 
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
