@@ -304,6 +304,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     where = os.getcwd() if is_option else os.path.dirname(os.path.abspath(first))
     sys.path[:] = [where, *given, *own]
     if first == "-m":
+        if not hasattr(sys.modules.get(rest[0]), "__path__"):
+            sys.modules.pop(rest[0], None)  # runpy would warn that the module exists twice
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         sys.modules["__main__"] = main = types.ModuleType("__main__")

@@ -60,3 +60,7 @@ async def live(plan: NodePlan, cluster: Path) -> int:
 def main() -> int:
     """Arguments: the plan's file and the folder of the cluster."""
     return asyncio.run(live(pickle.loads(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
