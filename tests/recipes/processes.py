@@ -1,14 +1,21 @@
-"""Processes of a run, as tests look for them and wait."""
+"""Finds the processes of a run, kills its workers, and waits for both."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+
+
+def num_steps(out: Path) -> int:
+    """Number of steps that a run has recorded."""
+    path = out / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def pids_of(role: str, out: Path) -> list[int]:
@@ -25,7 +32,7 @@ def pids_of(role: str, out: Path) -> list[int]:
 
 
 def marked(mark: str) -> list[str]:
-    """Processes that inherited the mark in their environment and are not yet gone."""
+    """Live processes that inherited the mark in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -37,26 +44,52 @@ def marked(mark: str) -> list[str]:
 
 
 def wait_for(condition: Callable[[], object], limit_s: float) -> None:
+    """Return when the condition is true, or after the limit."""
     deadline = time.monotonic() + limit_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def run_here(main: Callable[[Sequence[str]], int], flags: Sequence[str]) -> int:
-    """Call the main function of a script in this process, which has imported torch already; returns
-    its exit code.
-    """
-    import torch
+def finish(
+    process: subprocess.Popen[str], out: Path, kills: Sequence[tuple[str, int]] = ()
+) -> tuple[str, int]:
+    """Kill workers of a run, and wait for its end.
 
-    num_threads = torch.get_num_threads()
-    handlers = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    torch.set_num_threads(1)
+    Args:
+        process: The run, with its stdout in a pipe.
+        out: Its output folder.
+        kills: Role of which a worker is killed, and the number of recorded steps to wait for.
+
+    Returns:
+        The output of the run, and the number of workers killed.
+    """
+    killed: list[int] = []
+
+    def victims(role: str) -> set[int]:
+        return set(pids_of(role, out)).difference(killed)
+
+    try:
+        for role, at in kills:
+            wait_for(lambda at=at: process.poll() is not None or num_steps(out) > at, 120.0)  # type: ignore[misc]
+            wait_for(lambda role=role: process.poll() is not None or victims(role), 60.0)  # type: ignore[misc]
+            if process.poll() is None:
+                killed.append(max(victims(role)))
+                os.kill(killed[-1], signal.SIGKILL)
+        printed, _ = process.communicate(timeout=200.0)
+    finally:
+        process.kill()
+    assert process.returncode == 0, printed
+    return printed, len(killed)
+
+
+def run_here(main: Callable[[Sequence[str]], int], flags: Sequence[str]) -> int:
+    """Call the main function of a script in this process, and restore the handlers of signals;
+    returns its exit code.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         return main(flags)
     finally:
-        torch.set_num_threads(num_threads)
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,16 +1,15 @@
-"""What makes no sense is said in a line by the script, before anything is started."""
+"""Test that examples/grpo.py refuses invalid arguments in one line, before it starts workers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from examples.common.launch import prepare
 from examples.common.record import MetricsLog, Record
 from examples.common.settings import Settings
-from examples.common.tokens import CharTokenizer, small_model
 from examples.grpo import main
 from helmsman import Checkpoints
 from helmsman.recipes.files import write_json
@@ -21,13 +20,13 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Runs the script with flags that it refuses; returns the line that it says."""
+    """Run the script with flags that it refuses; returns the line that it prints."""
 
     def run(*flags: object) -> str:
         assert run_here(main, ["--scheduler", "inline", *map(str, flags)]) == 2
-        said = capsys.readouterr()
-        assert (said.out, len(said.err.splitlines())) == ("", 1), said
-        return said.err
+        printed = capsys.readouterr()
+        assert (printed.out, len(printed.err.splitlines())) == ("", 1), printed
+        return printed.err
 
     return run
 
@@ -42,56 +41,35 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def test_grpo_data_that_is_no_text(refused: Refused, data: Path, tmp_path: Path) -> None:
+def save_checkpoint(out: Path, step: int) -> Path:
+    return Checkpoints(out / "checkpoints", num_kept=1).save(step, lambda folder: folder.mkdir())
+
+
+def test_grpo_data_not_utf8(refused: Refused, data: Path, tmp_path: Path) -> None:
     data.write_bytes(b"\xff\xfe\n")
     assert f"{data}, line 1: " in refused("--data", data, "--out", tmp_path / "out")
 
 
-def test_grpo_output_folder_impossible(refused: Refused, data: Path, tmp_path: Path) -> None:
+def test_grpo_output_folder_inside_file(refused: Refused, data: Path) -> None:
     assert str(data) in refused("--data", data, "--num-held-out", 2, "--out", data / "out")
 
 
-def test_grpo_model_folder_empty(refused: Refused, data: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "model").mkdir()
-    said = refused(
-        "--data",
-        data,
-        "--num-held-out",
-        2,
-        "--model",
-        tmp_path / "model",
-        "--out",
-        tmp_path / "out",
-    )
-    assert f"'{tmp_path / 'model'}' has no readable tokenizer" in said
-
-
-def test_grpo_model_of_replaced_run(refused: Refused, data: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    out = tmp_path / "out"
-    tokenizer = CharTokenizer(["20", "21"], ["a"])
-    saved = Checkpoints(out / "checkpoints", num_kept=1).save(1, lambda folder: folder.mkdir())
-    tokenizer.save(saved)
-    (saved / "config.json").write_text(json.dumps(small_model(tokenizer, max_len=8)))
-    write_json(out / "settings.json", Settings())
-
-    said = refused(
-        "--data", data, "--num-held-out", 2, "--model", out / "checkpoints" / "latest", "--out", out
-    )
-    assert "lies in the run that this one would replace" in said
+def test_prepare_model_of_replaced_run(tmp_path: Path) -> None:
+    saved = save_checkpoint(tmp_path, 1)
+    write_json(tmp_path / "settings.json", Settings())
+    settings = Settings(model=str(tmp_path / "checkpoints" / "latest"), out=str(tmp_path))
+    with pytest.raises(ValueError, match="lies in the run that this one would replace"):
+        prepare(settings, resume=False)
     assert saved.is_dir()
 
 
-def test_grpo_resume_impossible(refused: Refused, data: Path, tmp_path: Path) -> None:
+def test_grpo_resume_refused(refused: Refused, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    out.mkdir()
+    save_checkpoint(out, 4)
     write_json(
         out / "settings.json",
         Settings(data=str(data), num_held_out=2, sft_steps=1, steps=3, scheduler="inline"),
     )
-    Checkpoints(out / "checkpoints", num_kept=1).save(4, lambda folder: folder.mkdir())
-
     assert "is at step 4 already; expected --steps 3 or more" in refused(
         "--out", out, "--resume", "--steps", 2
     )

@@ -1,4 +1,4 @@
-"""Each step is recorded once, also over a resume."""
+"""Test that the metrics log keeps one record of each step, also over a resume."""
 
 from __future__ import annotations
 

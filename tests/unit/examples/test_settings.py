@@ -1,4 +1,4 @@
-"""Settings: defaults, then the run that is resumed, then the command line."""
+"""Test that settings come from the command line, the resumed run and the defaults in turn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a run shows: lines where there is no terminal, a page where there is one, and a picture at
-the end.
-"""
+"""Test the displays of a run: plain lines, a live page on a terminal, and the final picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulation of rollouts: the policies it compares, and what failures and caches do to them."""
+"""Test the simulation of rollouts, examples/simulate_rollouts.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SMALL = ["--instances", "8", "--capacity", "16", "--prompts", "32", "--samples",
 def test_simulate_rollouts_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "new" / "simulation.png"
     assert main([*SMALL, "--out", str(picture)]) == 0
-    told = capsys.readouterr().out
-    assert "128 requests" in told
+    printed = capsys.readouterr().out
+    assert "128 requests" in printed
     for policy in POLICIES:
-        assert policy in told
+        assert policy in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -44,11 +44,11 @@ def test_simulate_prefix_affinity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "told"), [("--instances", "0", "1 or more"), ("--failures", "9", "0 to 8")]
+    ("flag", "value", "message"), [("--instances", "0", "1 or more"), ("--failures", "9", "0 to 8")]
 )
 def test_parse_invalid_flags(
-    flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]
+    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         parse([*SMALL, flag, value])
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Held-out tasks are never trained on, and what is wrong with a source of tasks is said."""
+"""Test that held-out tasks are never trained on, and that invalid tasks are refused."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def palindromes(seed: int = 0, num_tasks: int = 600) -> TaskSet:
     )
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_reasoning_gym_tasks_held_out_apart(seed: int) -> None:
-    tasks = palindromes(seed, num_tasks=6000)
+def test_reasoning_gym_tasks_held_out_apart() -> None:
+    tasks = palindromes(num_tasks=6000)
 
     assert len(tasks.held_out) == 50
     held_out = {"".join(sorted(task.entry["metadata"]["letters"])) for task in tasks.held_out}
