@@ -39,3 +39,5 @@ def test_char_tokenizer_save_loads_in_transformers(tmp_path: Path) -> None:
         assert loaded.encode_prompt(text) == tokenizer.encode_prompt(text)
         assert loaded.encode_answer(text) == tokenizer.encode_answer(text)
     assert loaded.decode(tokenizer.encode_answer("1, 2")) == "1, 2"
+    with pytest.raises(ValueError, match="there is no model folder 'nowhere'"):
+        FolderTokenizer("nowhere")

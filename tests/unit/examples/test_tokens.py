@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from examples.common.settings import Settings
 from examples.common.tasks import load_tasks
 from examples.common.tokens import CharTokenizer, longest, make_tokenizer
-from helmsman.recipes.tokens import FolderTokenizer
 
 PROMPTS = [
     "Add the numbers 3, 4\nand 5.",
@@ -46,8 +43,3 @@ def test_make_tokenizer_demo_prompts_short() -> None:
     assert longest(tasks, tokenizer) == (18, 9)
     for task in tasks.held_out[:20]:
         assert tokenizer.decode(tokenizer.encode_prompt(task.prompt)) == task.prompt
-
-
-def test_folder_tokenizer_missing_folder() -> None:
-    with pytest.raises(ValueError, match="there is no model folder 'nowhere'"):
-        FolderTokenizer("nowhere")
