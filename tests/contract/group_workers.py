@@ -17,7 +17,6 @@ from helmsman.api.batch import Batch
 from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute
 from helmsman.api.register import register
 from helmsman.api.worker_group import GroupWorker
-from helmsman.rpc_server._wire.segments import spares
 from tests.contract.engines import wait_for_file  # type: ignore[attr-defined]
 
 
@@ -218,13 +217,6 @@ class Member(GroupWorker):
     def pid(self) -> int:
         """Its process."""
         return os.getpid()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def num_segments(self) -> int:
-        """Pieces of shared memory that its process holds for somebody."""
-        spares.drop()
-        links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-        return sum("memfd:helmsman-" in os.readlink(link) for link in links if link.is_symlink())
 
     @register(Dispatch.ONE_TO_ALL)
     def exit(self) -> NoReturn:

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,6 @@ from helmsman.testing.contract_tools import LIMIT_S, Engine, Gate, held, is_runn
 __all__ = ["LIMIT_S", "Engine", "Gate", "held", "is_running", "wait_until"]
 
 ROOT = Path(__file__).resolve().parents[2]
-
-needs_processes = pytest.mark.not_on("inline")
-"""For tests that kill or stop workers, which `inline` runs in the process of the tests."""
-only_local = pytest.mark.not_on("inline", "ray")
-only_ray = pytest.mark.not_on("inline", "local")
-ray_smoke = pytest.mark.ray_smoke
-"""For quick tests whose result depends on Ray."""
 
 
 def has_stopped(pid: int) -> bool:
@@ -58,6 +52,21 @@ def wait_gone(pids: dict[str, int], limit_s: float = 10.0) -> None:
                     os.kill(pid, signal.SIGKILL)
             pytest.fail(f"still running after {limit_s:g} s (now killed): {left}", pytrace=False)
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def interrupted_when(condition: Callable[[], Any], what: str) -> Iterator[None]:
+    """Send SIGINT to the main thread once ``condition()`` is true; require KeyboardInterrupt."""
+
+    def interrupt() -> None:
+        wait_until(condition, what)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    thread.join()
 
 
 def has_shared_memory(names: Iterable[str]) -> bool:

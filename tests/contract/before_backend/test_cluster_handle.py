@@ -1,4 +1,4 @@
-"""A Cluster called from other processes, by its handle."""
+"""Calls of a Cluster from other processes, by its handle."""
 
 from __future__ import annotations
 
@@ -20,21 +20,18 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.batch import Batch
 from helmsman.api.dispatch import Shard
-from helmsman.api.scheduler import Scheduler
-from helmsman.api.worker_group import ClusterConfig, GroupWorker
+from helmsman.api.worker_group import ClusterConfig
 from helmsman.controller._worker_groups.cluster import Cluster
 from helmsman.controller._worker_groups.cluster_desk import address_for_others
 from helmsman.controller._worker_groups.cluster_handle import ClusterHandle
 from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import Member
+from tests.contract.groups import ON_CPU
 from tests.contract.helpers import LIMIT_S, ROOT
-
-ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}
-"""The devices of these tests are numbers only."""
 
 
 class Elsewhere:
-    """Another process that has an object, and calls functions with it."""
+    """Another process, which holds an object and calls functions with it."""
 
     def __init__(self, held: Any) -> None:
         program = (
@@ -79,22 +76,15 @@ class Elsewhere:
             self.process.communicate(timeout=LIMIT_S)
 
 
-@pytest.fixture(scope="module")
-def resources(scheduler: Scheduler) -> Iterator[ResourceManager]:
-    manager = ResourceManager(8, scheduler=scheduler)
-    yield manager
-    manager.destroy_placement_group()
-
-
 def start(resources: ResourceManager, name: str) -> Cluster[Member]:
-    """2 dp x 2 tp."""
+    """Start a group of 2 dp x 2 tp."""
     config = ClusterConfig(device_mapping="0-3", tp_size=2, num_cpus=0.5, env_vars=ON_CPU)
     return Cluster(name, Member, resources, config)
 
 
 @pytest.fixture(scope="module", params=[None, "127.0.0.1"], ids=["unix", "tcp"])
 def elsewhere(resources: ResourceManager, request: pytest.FixtureRequest) -> Iterator[Elsewhere]:
-    """Another process that has a handle."""
+    """Provide another process that holds a handle."""
     name = f"handled-{'tcp' if request.param else 'unix'}"
     with start(resources, name) as cluster:
         handle = cluster.handle(address=request.param)
@@ -162,7 +152,7 @@ def test_handle_calls_begin_in_order(elsewhere: Elsewhere) -> None:
     assert elsewhere.call(many) == list(range(1, 21))
 
 
-def test_handle_errors_are_those_of_the_cluster(elsewhere: Elsewhere) -> None:
+def test_handle_errors_of_cluster(elsewhere: Elsewhere) -> None:
     with pytest.raises(errors.GroupCallError, match="failed on 2 of 4 ranks") as caught:
         elsewhere.call(lambda handle: handle.method(Member.fail_on)([1, 2], "no room"))
     assert "no room" in str(caught.value) and caught.value.first.worker_id in (  # type: ignore[attr-defined]
@@ -226,66 +216,7 @@ def test_handle_of_closed_cluster(resources: ResourceManager) -> None:
         each.close()
 
 
-@pytest.mark.not_on("inline", "one of its processes is that of the tests")
-@pytest.mark.not_on("local", "it needs Ray")
-def test_handle_in_ray_actor(resources: ResourceManager) -> None:
-    import ray
-
-    class Driver:
-        """An actor of the user's own, which has been given a Cluster."""
-
-        def __init__(self, cluster: Any) -> None:
-            self._cluster = cluster
-
-        async def run(self) -> Any:
-            return await self._cluster.execute_all_async("echo", 7)
-
-    with start(resources, "given") as cluster:
-        remote_class: Any = ray.remote(num_cpus=0)(Driver)
-        actor = remote_class.remote(cluster)
-        assert ray.get(actor.run.remote(), timeout=LIMIT_S) == [7] * 4
-        ray.kill(actor)
-
-
-class Storage:
-    """Values that all workers of a run share."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-
-    def put_if_absent(self, key: str, value: Any) -> bool:
-        return self._values.setdefault(key, value) is value
-
-    def get(self, key: str) -> Any:
-        return self._values.get(key)
-
-
-class StorageUser(GroupWorker):
-    """Has been given a Cluster by its constructor."""
-
-    def __init__(self, storage: Any) -> None:
-        self._storage = storage
-
-    def first(self) -> tuple[bool, int]:
-        rank = self.rank_info.rank
-        was_first = self._storage.execute_rank_zero_sync("put_if_absent", "rank", [rank])
-        return was_first, self._storage.execute_rank_zero_sync("get", "rank")[0]
-
-
-def test_handle_in_worker(resources: ResourceManager, role: str) -> None:
-    config = ClusterConfig(world_size=1, num_cpus=0.5, env_vars=ON_CPU)
-    users = ClusterConfig(world_size=3, num_cpus=0.5, env_vars=ON_CPU)
-    with (
-        Cluster(f"{role}-storage", Storage, resources, config) as storage,  # type: ignore[var-annotated]
-        Cluster(role, StorageUser, resources, users, kwargs={"storage": storage}) as group,  # type: ignore[var-annotated]
-    ):
-        found = group.execute_all_sync("first")
-        assert sum(was_first for was_first, _ in found) == 1
-        (winner,) = [rank for rank, (was_first, _) in enumerate(found) if was_first]
-        assert [seen for _, seen in found] == [winner] * 3
-
-
-def test_handle_survives_death_of_a_caller(resources: ResourceManager) -> None:
+def test_handle_survives_death_of_caller(resources: ResourceManager) -> None:
     with start(resources, "robust") as cluster:
         process = Elsewhere(cluster.handle())
         assert process.call(lambda handle: handle.execute_rank_zero_sync("echo", 1)) == 1

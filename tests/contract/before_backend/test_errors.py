@@ -1,10 +1,9 @@
-"""Whatever is wrong with a call is said by a class of its own, with the facts, at once, and leaves
-nothing behind.
-"""
+"""Each mistake in a call raises an error of its own class, with the facts, and changes nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import pickle
 import sys
@@ -18,12 +17,8 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Call, Job, Scheduler, SchedulingSpec, SchedulingStrategy
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._roles.call_all import call_all
-from helmsman.controller._transport.client import await_reply, request_ids
-from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.messages import Request, Verb
-from helmsman.rpc_server._wire.wire import Outgoing
 from tests.contract.engines import Counter, Failing, Slow, Strange, Unloadable
-from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
+from tests.contract.helpers import Engine, Gate, held, wait_until
 
 ENGINES = "tests.contract.engines"
 _names = (f"wrong-{number}" for number in itertools.count())
@@ -64,9 +59,7 @@ def test_create_engine_bad_import_path(
     assert caught.value.engine_path == path
     for fact in (worker, repr(path), *facts):
         assert fact in str(caught.value)
-    assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, (
-        "its name is free again"
-    )
+    assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, "its name is free"
     helper.call("apply", _remove_from_path, str(tmp_path))
 
 
@@ -101,12 +94,8 @@ def test_create_engine_constructor_raises(
     assert text in error.remote_message
     assert "raise make_error(kind)" in error.remote_traceback
     assert f"constructor of engine {name!r} raised {remote_type}" in str(error)
-    assert "helmsman/rpc_server" not in error.remote_traceback, (
-        "the host's own frames are of no use to the reader"
-    )
-    assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, (
-        "its name is free again"
-    )
+    assert "helmsman/rpc_server" not in error.remote_traceback, "frames of Helmsman are hidden"
+    assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, "its name is free"
 
 
 def test_create_engine_wrong_arguments(scheduler: Scheduler, worker: str) -> None:
@@ -114,6 +103,33 @@ def test_create_engine_wrong_arguments(scheduler: Scheduler, worker: str) -> Non
         errors.EngineCreationError, match="takes from 1 to 2 positional arguments but 4 were given"
     ):
         Engine.create(scheduler, worker, Counter, next(_names), 1, 2, 3)
+
+
+def test_create_engine_by_class_path_or_callable(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    Engine.create(scheduler, worker, Counter, None, 3)
+    assert scheduler.call_engine(worker, "add") == 4, "an engine is named after its worker"
+    assert scheduler.call_engine(worker, "add", worker) == 5
+    for name, engine in (
+        ("dot", f"{ENGINES}.Counter"),
+        ("colon", f"{ENGINES}:Counter"),
+        ("partial", functools.partial(Counter, start=0)),
+    ):
+        assert Engine.create(scheduler, worker, engine, name).call("add") == 1
+
+
+def test_create_engines_in_all_workers(
+    scheduler: Scheduler, shared_workers: list[str], role: str
+) -> None:
+    """Workers are given as ids or Worker objects; the first error is raised after the last end."""
+    scheduler.create_engines(scheduler.get_workers("shared"), Counter, role, 3)
+    assert [scheduler.call_engine(each, "add", role, 2) for each in shared_workers] == [5, 5]
+    asyncio.run(scheduler.async_create_engines(shared_workers[:1], Counter, f"{role}-x", 4))
+    with pytest.raises(errors.EngineExistsError, match=f"{role}-x"):
+        scheduler.create_engines(shared_workers, Counter, f"{role}-x", 4)
+    assert scheduler.call_engine(shared_workers[1], "add", f"{role}-x", 1) == 5
+    with pytest.raises(TypeError, match="create_engines: the argument worker_ids is 7"):
+        scheduler.create_engines(7, Counter)  # type: ignore[arg-type]
 
 
 def test_create_engine_name_under_construction(
@@ -151,7 +167,7 @@ def test_create_engine_name_under_construction(
         ("", "has no public method ''"),
     ],
 )
-def test_call_engine_method_not_callable(engine: Engine, method: str, reason: str) -> None:
+def test_call_engine_unknown_method(engine: Engine, method: str, reason: str) -> None:
     with pytest.raises(errors.MethodNotFoundError, match=reason):
         engine.call(method)
     assert engine.call("add") == 1
@@ -203,10 +219,10 @@ def test_call_engine_method_raises(
     else:
         assert error.__cause__ is None
     assert pickle.loads(pickle.dumps(error)).remote_traceback == error.remote_traceback
-    assert engine.call("add") == 1, "the worker is well"
+    assert engine.call("add") == 1, "the worker is usable"
 
 
-# --- what travels ---------------------------------------------------------------------------------
+# --- arguments and results ------------------------------------------------------------------------
 
 
 def test_argument_unpicklable(engine: Engine) -> None:
@@ -269,17 +285,17 @@ def test_exception_message_truncated(engine: Engine) -> None:
     assert error.remote_type == "ValueError"
     assert error.remote_message.startswith("xxx")
     assert error.remote_message.endswith(f"(truncated: 65,536 of {num_bytes:,} characters)")
-    assert "in _raise_large" in error.remote_traceback, "the frames are there beside the message"
+    assert "in _raise_large" in error.remote_traceback, "the frames are complete"
     assert error.__cause__ is None
     assert "when it is pickled, and 65,536 are sent at most, so __cause__ is not set" in text
     assert engine.call("add") == 1
 
 
-@pytest.mark.parametrize("grace_s", [2.0, None], ids=["ranks that wait", "independent workers"])
-def test_call_all_with_one_argument_that_cannot_be_sent(
+@pytest.mark.parametrize("grace_s", [2.0, None], ids=["dependent-ranks", "independent-workers"])
+def test_call_all_unserializable_argument(
     scheduler: Scheduler, shared_workers: list[str], role: str, grace_s: float | None
 ) -> None:
-    """Ranks that wait for each other are spared the call: the others would hang in a collective."""
+    """Ranks that wait for each other get no call, since they would hang in a collective."""
     first, second = shared_workers
     scheduler.create_engines(shared_workers, Counter, role)
     calls = {first: Call((1,)), second: Call((threading.Lock(),))}
@@ -293,7 +309,7 @@ def test_call_all_with_one_argument_that_cannot_be_sent(
     assert scheduler.call_engine(first, "add", role, 1) == num_sent + 1
 
 
-def test_call_engine_forgotten_engine_name(engine: Engine) -> None:
+def test_call_engine_missing_engine_name(engine: Engine) -> None:
     expected = (
         r"call_engine: the argument engine_name is 2 \(of type int\), expected str \| None\. "
         r"Nothing was sent\. .*"
@@ -313,41 +329,8 @@ def test_call_engine_forgotten_engine_name(engine: Engine) -> None:
     assert engine.call("add") == 1
 
 
-@pytest.mark.not_on("inline", "its messages are not encoded")
-def test_message_undecodable_is_refused(engine: Engine) -> None:
-    client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
-    pid = engine.call("pid")
-
-    async def send() -> object:
-        request = Request(next(request_ids), Verb.CALL, 5, "add")  # type: ignore[arg-type]
-        return await await_reply(client, Outgoing(request, encode(((), {}))), LIMIT_S, "this test")
-
-    for _ in range(3):
-        with pytest.raises(
-            errors.ProtocolError, match="could not be decoded: Expected `str | null`, got `int`"
-        ):
-            run_sync(send())
-    assert engine.call("add") == 1
-    assert engine.call("pid") == pid
-
-
-@pytest.mark.not_on("inline", "its messages are not encoded")
-def test_message_unencodable_takes_no_number(engine: Engine) -> None:
-    for method in ("\ud800", "add\udfff"):
-        with pytest.raises(
-            errors.ProtocolError,
-            match="cannot be encoded: .*surrogates not allowed. Nothing was sent",
-        ):
-            engine.call(method)
-        with pytest.raises(errors.ProtocolError, match="cannot be encoded"):
-            asyncio.run(engine.acall(method))
-    assert engine.call("add") == 1
-    client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
-    assert not client.in_flight
-
-
 class _Text(str):
-    """As NumPy's strings are."""
+    """A subclass of str, such as NumPy's."""
 
 
 def test_names_of_str_subclass(engine: Engine) -> None:
@@ -382,7 +365,7 @@ def test_set_worker_env_refuses_numbers(scheduler: Scheduler, worker: str) -> No
 
 
 def of(**fields: Any) -> Job:
-    """A job of one worker with these fields of its spec."""
+    """Make a job of one worker with these fields of its spec."""
     return Job(role="r", tasks=[SchedulingSpec(**fields)])
 
 
@@ -464,4 +447,4 @@ def test_errors_from_busy_worker(engine: Engine, gate: Gate) -> None:
             engine.scheduler.call_engine(engine.worker_id, "add", "no-such-engine", rpc_timeout=5)
         with pytest.raises(errors.EngineExistsError):
             Engine.create(engine.scheduler, engine.worker_id, Counter, engine.name)
-    wait_until(lambda: engine.call("add"), "the worker goes on")
+    wait_until(lambda: engine.call("add"), "the worker is usable")

@@ -1,4 +1,4 @@
-"""Devices that are held for worker groups, and given back."""
+"""Devices of worker groups: requests that fail, and use after release."""
 
 from __future__ import annotations
 
@@ -10,32 +10,10 @@ from helmsman.api.worker_group import ClusterConfig
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import Member
-from tests.contract.helpers import wait_until
-from tests.contract.test_clusters import ON_CPU, Members
+from tests.contract.groups import Members
 
 
-def test_resource_manager_destroy_ends_workers(scheduler: Scheduler) -> None:
-    manager = ResourceManager(2, scheduler=scheduler, name="short-lived")
-    group = Members(
-        "short", Member, manager, ClusterConfig(device_mapping="0-1", num_cpus=0.5, env_vars=ON_CPU)
-    )
-    manager.destroy_placement_group()
-    manager.destroy_placement_group()
-    group.close()
-    wait_until(
-        lambda: all(node.num_free_devices == node.num_devices for node in scheduler.nodes()),
-        "all are free",
-    )
-    with pytest.raises(
-        errors.HelmsmanError,
-        match="'short-lived' were released; create another ResourceManager for 'late'",
-    ):
-        manager.allocate_placement_group(1, holder="late")
-    with manager:
-        pass
-
-
-def test_release_after_close() -> None:
+def test_resource_manager_release_after_close() -> None:
     scheduler = make_scheduler("inline", num_gpus=1)
     group = Members(
         "late", Member, ResourceManager(1, scheduler=scheduler), ClusterConfig(world_size=2)

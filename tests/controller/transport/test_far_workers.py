@@ -40,7 +40,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
     with RayScheduler(
-        address="local", num_cpus=16, log_dir=tmp_path_factory.mktemp("logs"), preload=None
+        address="local", num_cpus=16, log_dir=tmp_path_factory.mktemp("logs")
     ) as made:
         yield made
 
