@@ -1,4 +1,4 @@
-"""Real engines whose weights can be looked at, and faults in the middle of a transfer."""
+"""Real engines that return their weights, and that fail in the middle of a transfer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from helmsman.engines.train import FSDPTrainEngine
 
 
 class Trainer(FSDPTrainEngine):
-    """Shows its weights, and takes a step of somebody else's when it is told to."""
+    """Returns its weights, and makes a step between two calls on request."""
 
     _steps_on = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The log of a process that crashes outside of Python shows where, for all threads.
+        # The log of a process that crashes outside of Python contains the stacks of all threads.
         torch._C._set_print_stack_traces_on_fatal_signal(True)  # type: ignore[attr-defined]
 
     def step_after_next_version(self) -> None:
-        """Have other weights as soon as it has told its version."""
+        """Change the weights after the next call of get_version."""
         self._steps_on = True
 
     def get_version(self) -> int:
@@ -49,14 +49,16 @@ class Trainer(FSDPTrainEngine):
 
 
 class Socketless(Trainer):
-    """An engine that shares no memory of its device."""
+    """Trainer that cannot share memory of its device."""
 
     open_weight_socket = TrainEngine.open_weight_socket
 
 
 class Marked(Trainer):
-    """Has weights by which every token is their version, whatever the prompt and the cache are;
-    mixed with those of the version before they give another one."""
+    """Trainer with weights that make every generated token equal to their version.
+
+    The prompt and the cache do not matter; weights of two mixed versions give other tokens.
+    """
 
     def mark(self, version: int) -> None:
         model = self._built_model()
@@ -78,7 +80,7 @@ class Marked(Trainer):
 
 
 class Rollout(HFRolloutEngine):
-    """Counts its updates, and dies or stops in the middle of one when it is told to."""
+    """Counts its updates, and dies or stops in the middle of one on request."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -106,24 +108,24 @@ class Rollout(HFRolloutEngine):
         return await super().abort(request_ids)
 
     def memory(self) -> tuple[str, int]:
-        """Device and inode of the memory that it last read weights from."""
+        """Return device and inode of the memory from which it last read weights."""
         return self._memory
 
     def fail_in_next_update(self, number: int, num_broadcasts: int | None = None) -> None:
-        """Send itself a signal in the next update: as it begins, or before one of its broadcasts.
+        """Send itself a signal at the begin of the next update, or before one of its broadcasts.
 
         Args:
             number: The signal.
-            num_broadcasts: Broadcasts that it still takes part in; None to join no group.
+            num_broadcasts: Broadcasts before the signal; None to join no group.
         """
         self._fault, self._fault_after = number, num_broadcasts
 
     def num_broadcasts(self) -> int:
-        """Number of broadcasts of the last update."""
+        """Return the number of broadcasts of the last update."""
         return self._num_broadcasts
 
     def refuse_updates(self, refuses: bool) -> None:
-        """Raise in each update, before it takes part in anything."""
+        """Raise in each update, before the first collective, or no longer do so."""
         self._refuses = refuses
 
     async def update_weights(self, weights: Weights, version: int) -> int:
@@ -151,7 +153,7 @@ class Rollout(HFRolloutEngine):
 
 
 def _send_to_itself(number: int) -> None:
-    # at once: another thread may take it late
+    # To this thread: another one may handle the signal late.
     signal.pthread_kill(threading.get_ident(), number)
 
 
@@ -161,7 +163,7 @@ def _inode_of(tensor: torch.Tensor) -> tuple[str, int]:
         start, end = (int(address, 16) for address in addresses.split("-"))
         if start <= tensor.data_ptr() < end:
             return device, int(inode)
-    raise AssertionError("a tensor is nowhere")
+    raise AssertionError("the tensor is in no mapping of this process")
 
 
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A trainer and a rollout on real engines, and what their workers hold."""
+"""A trainer and a rollout on real engines, for tests of weight syncs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,15 @@ PROMPT = random_tokens(6, seed=1)
 
 
 class World:
-    """A trainer and a rollout that are ready. Starting them takes longer than most of what they are
-    started for.
+    """A trainer and a rollout that are ready.
+
+    Args:
+        scheduler: Starts the workers.
+        num_ranks: Number of trainer ranks.
+        num_instances: Number of rollout instances.
+        name: Suffix of both roles.
+        **options: ``spec``, ``beside`` (instances are siblings of the ranks), ``model``,
+            ``trainer`` (a class of sync_engines), and options of RolloutController.
     """
 
     def __init__(
@@ -79,13 +86,14 @@ class World:
         self.ids = tuple(worker.id for worker in self.rollout.workers)
 
     def step(self) -> int:
-        """Change the trainer's weights; returns their version."""
+        """Change the trainer's weights and return their version."""
         self.trainer.train_batch(
             [{"input_ids": random_tokens(12, seed=5)} for _ in range(4)], "sft"
         )
         return self.trainer.get_version()
 
     def differing(self, ids: Sequence[str] | None = None) -> dict[str, list[str]]:
+        """Return, by instance, the names of parameters that differ from the trainer's."""
         expected = self.expected()
         served = {id_: self.scheduler.call_engine(id_, "parameters") for id_ in ids or self.ids}
         return {
@@ -96,7 +104,7 @@ class World:
         }
 
     def expected(self) -> dict[str, torch.Tensor]:
-        """The trainer's parameters."""
+        """Return the trainer's parameters."""
 
         async def ask() -> list[Any]:
             calls = (
@@ -109,14 +117,14 @@ class World:
         return found
 
     def updates(self) -> list[int]:
-        """How many updates each instance was asked for."""
+        """Return the number of updates that each instance has received."""
         return [self.scheduler.call_engine(id_, "updates") for id_ in self.ids]
 
     def health(self) -> list[Health]:
         return [load.state for load in self.rollout.stats().instances.values()]
 
     def sync(self, way: WeightTransport | None = None, **options: Any) -> WeightSync:
-        """From the trainer to the rollout."""
+        """Return a sync from the trainer to the rollout."""
         return WeightSync(self.trainer, self.rollout, way, **options)
 
     def __enter__(self) -> Self:
@@ -138,13 +146,13 @@ class World:
         )
 
     def num_segments(self) -> int:
-        """How many segments of memory the trainer's rank 0 holds open."""
+        """Return the number of memory segments that the trainer's rank 0 has open."""
         folder = Path(f"/proc/{self.pid(self.trainer.workers[0].id)}/fd")
         return sum("memfd" in os.readlink(link) for link in folder.iterdir())
 
 
 class SharedWorld:
-    """A world that the tests of a module share. One whose workers died in a test is replaced."""
+    """A world that the tests of a module share; it is replaced when one of its workers dies."""
 
     def __init__(self, make: Callable[[], World]) -> None:
         self._make = make
@@ -152,7 +160,7 @@ class SharedWorld:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[World]:
-        """The world for one test; the logs of workers that die in it go to the test's output."""
+        """Lend the world to one test, and print the logs of workers that die in it."""
         world = self._world = self._world or self._make()
         try:
             yield world
@@ -175,7 +183,7 @@ class SharedWorld:
 
 
 def way_of(name: str, folder: Path) -> ViaMemory | ViaDisk | ViaCollective:
-    """One of the three ways."""
+    """Return the transport of this name."""
     return (
         {"memory": ViaMemory, "collective": ViaCollective}[name]()
         if name != "disk"
@@ -184,8 +192,8 @@ def way_of(name: str, folder: Path) -> ViaMemory | ViaDisk | ViaCollective:
 
 
 @contextlib.contextmanager
-def going_on(pid: int) -> Iterator[None]:
-    """Have a process that stands still meanwhile go on in the end."""
+def resumed(pid: int) -> Iterator[None]:
+    """Resume a stopped process at the end of the block."""
     try:
         yield
     finally:

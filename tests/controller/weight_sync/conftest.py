@@ -1,4 +1,4 @@
-"""Roles that the tests of a module share."""
+"""Fixtures of the tests of weight syncs."""
 
 from __future__ import annotations
 
@@ -11,5 +11,6 @@ from tests.controller.sync_world import SharedWorld, World
 
 @pytest.fixture
 def world(shared: SharedWorld) -> Iterator[World]:
+    """Lend the world that the tests of a module share."""
     with shared.lent() as world:
         yield world

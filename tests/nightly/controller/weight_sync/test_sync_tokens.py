@@ -1,6 +1,4 @@
-"""Which weights made a token, by weights that can be told from it; with real engines in real
-processes.
-"""
+"""Test that each token reports the version of the weights that made it, among faults."""
 
 from __future__ import annotations
 
@@ -29,12 +27,9 @@ SAMPLING = SamplingParams(max_new_tokens=110, temperature=0.0)
 NUM_PUSHES = 12
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_path: Path) -> None:
-    """While instances are killed and rebuilt, come and go, and weights are brought in all
-    ways.
-    """
+    """Instances are killed, rebuilt, added and removed, and weights are pushed in all ways."""
     policy = SupervisionPolicy(
         probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=99, restart_pause_s=0.1
     )
@@ -75,7 +70,7 @@ def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_
                         )
                     )
                 elif fault == "interrupt":
-                    with contextlib.suppress(HelmsmanError):  # or it was quick enough
+                    with contextlib.suppress(HelmsmanError):  # The push may complete in time.
                         sync.push(timeout=draw.choice([0.001, 0.01, 0.03]))
             assert until_pushed(sync).version == version
         for each in faults:
@@ -90,7 +85,7 @@ def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_
 
 
 def mark(threads: concurrent.futures.Executor, world: World, version: int) -> None:
-    """A collective of both ranks."""
+    """Set the weights of a version; both ranks take part in a collective."""
     list(
         threads.map(
             lambda w: world.scheduler.call_engine(w.id, "mark", None, version),
@@ -100,12 +95,12 @@ def mark(threads: concurrent.futures.Executor, world: World, version: int) -> No
 
 
 def kill(world: World, worker_id: str) -> None:
-    with contextlib.suppress(StopIteration, ProcessLookupError):  # it has gone already
+    with contextlib.suppress(StopIteration, ProcessLookupError):  # The process has exited already.
         os.kill(world.pid(worker_id), KILL)
 
 
 def until_pushed(sync: WeightSync) -> SyncReport:
-    """Push until an instance serves it: there may be none for a moment."""
+    """Push until an instance serves the weights; for a moment there may be none."""
     deadline = time.monotonic() + 120
     while True:
         try:
