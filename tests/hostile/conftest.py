@@ -1,4 +1,4 @@
-"""Workers and supervisors that are attacked, and the proxies of the attackers."""
+"""Fixtures: workers and supervisors under attack, and a proxy of the attacker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def worker(request: pytest.FixtureRequest, make_worker: MakeWorker) -> Worker:
 
 @pytest.fixture
 async def proxy() -> AsyncIterator[Proxy]:
-    """A relay that the test points to a port."""
+    """A relay to a port that the test chooses."""
     made = Proxy()
     yield made
     made.close()

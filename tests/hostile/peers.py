@@ -1,6 +1,4 @@
-"""Peers without the key that hold connections open: silent ones, slow ones, and such as stop in the
-middle of the handshake.
-"""
+"""Silent, slow and stalled peers without the key, which hold connections open."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from helmsman.rpc_server._wire.tls import client_context
 from tests.hostile.proxy import GREETING
 
 NUM_PEERS = 200
-NUM_LEGITIMATE = 50
+NUM_LEGITIMATE = 20
 KINDS = ["silent", "slow", "stalled"]
 
 
@@ -23,14 +21,14 @@ KINDS = ["silent", "slow", "stalled"]
 async def peers_of_kind(
     kind: str, address: Any, *, tls: bool, count: int = NUM_PEERS
 ) -> AsyncIterator[list[socket.socket]]:
-    """Peers that are connected, and stay so as far as the listener lets them.
+    """Connect peers, which keep their connections as long as the listener does.
 
     Args:
-        kind: "silent" sends nothing; "slow" a byte at a time; "stalled" does the TLS handshake,
-            where there is one, and half of the rest.
-        address: of the listener.
-        tls: whether the listener uses TLS.
-        count: how many there are.
+        kind: "silent" sends nothing; "slow" sends a byte at a time; "stalled" completes a TLS
+            handshake, and sends half of the rest.
+        address: Address of the listener.
+        tls: Whether the listener uses TLS.
+        count: Number of peers.
     """
     loop = asyncio.get_running_loop()
     sockets: list[socket.socket] = []
@@ -56,7 +54,7 @@ async def _act(kind: str, peer: socket.socket, tls: bool) -> None:
     loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError, EOFError):
         if kind == "slow":
-            for byte in b"\x16\x03\x01\x02\x00\x01" + bytes(1000):  # begins as a TLS handshake does
+            for byte in b"\x16\x03\x01\x02\x00\x01" + bytes(1000):  # begins like TLS
                 await loop.sock_sendall(peer, bytes([byte]))
                 await asyncio.sleep(0.1)
         elif kind == "stalled":

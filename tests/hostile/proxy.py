@@ -1,6 +1,4 @@
-"""A process in the middle without the key: relays, alters, replays and injects bytes, or terminates
-TLS itself.
-"""
+"""A man in the middle without the key: it relays, alters and injects bytes, or terminates TLS."""
 
 from __future__ import annotations
 
@@ -64,17 +62,17 @@ class Proxy:
         sink.close()
 
     def inject(self, data: bytes) -> None:
-        """Send bytes of the proxy's own to the listener."""
+        """Send the proxy's own bytes to the listener."""
         assert self._to_listener is not None
         self._to_listener.write(data)
 
     def inject_back(self, data: bytes) -> None:
-        """Send bytes of the proxy's own to the connector."""
+        """Send the proxy's own bytes to the connector."""
         assert self._to_connector is not None
         self._to_connector.write(data)
 
     def silence(self) -> None:
-        """Lose all further bytes of the connections so far, which stay open."""
+        """Drop all further bytes of the present connections, which stay open."""
         self._silent = set(self._tasks)
 
     def drop(self) -> None:

@@ -1,4 +1,4 @@
-"""Bodies and requests that an agent, or anyone else on the machine, may send to a gateway."""
+"""Tests that hostile bodies and requests to an agent gateway are refused and harm no session."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ async def send(session: AgentSession, path: str, data: bytes) -> tuple[int, dict
         return response.status, await response.json()
 
 
-async def works(session: AgentSession) -> None:
+async def assert_works(session: AgentSession) -> None:
     for path, body in GOOD.items():
         status, found = await send(session, path, json.dumps(body).encode())
         assert status == 200, found
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("data", "status", "text"),
@@ -67,10 +66,9 @@ async def test_malformed_body(
         assert found == status
         assert text in body["error"]["message"]
         assert session.num_turns == 0
-        await works(session)
+        await assert_works(session)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "change", "text"),
     [
@@ -101,8 +99,7 @@ async def first_line(gateway: AgentGateway, data: bytes) -> bytes:
     return found
 
 
-@pytest.mark.asyncio
-async def test_bodies_that_cannot_be_decoded(gateway: AgentGateway) -> None:
+async def test_undecodable_bodies(gateway: AgentGateway) -> None:
     with gateway.session() as session:
         for encoding in ("gzip", "deflate"):
             head = (
@@ -110,11 +107,10 @@ async def test_bodies_that_cannot_be_decoded(gateway: AgentGateway) -> None:
                 f"{session.key}\r\nContent-Encoding: {encoding}\r\nContent-Length: 4\r\n\r\n"
             )
             assert (await first_line(gateway, head.encode() + b"\0junk")).split()[1] == b"400"
-        await works(session)
+        await assert_works(session)
 
 
-@pytest.mark.asyncio
-async def test_key_that_is_no_text(gateway: AgentGateway) -> None:
+async def test_key_that_is_not_text(gateway: AgentGateway) -> None:
     head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: \xff\xfe\r\n\r\n"
     assert (await first_line(gateway, head)).split()[1] == b"401"
 
@@ -131,7 +127,6 @@ def junk(draw: random.Random, depth: int = 0) -> Any:
     return draw.choice(leaves)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", PATHS)
 async def test_wrong_types(gateway: AgentGateway, path: str) -> None:
     draw = random.Random(path)
@@ -142,7 +137,7 @@ async def test_wrong_types(gateway: AgentGateway, path: str) -> None:
     ]  # fmt: skip
     with gateway.session() as session:
         statuses = set()
-        for _ in range(300):
+        for _ in range(100):
             body = dict(GOOD[path])
             for field in draw.sample(fields, 3):
                 body[field] = junk(draw)
@@ -160,10 +155,9 @@ async def test_wrong_types(gateway: AgentGateway, path: str) -> None:
                 statuses.add(response.status)
                 await response.read()
         assert statuses <= {200, 400}
-        await works(session)
+        await assert_works(session)
 
 
-@pytest.mark.asyncio
 async def test_slow_bodies_delay_no_other_request(gateway: AgentGateway) -> None:
     with gateway.session() as session:
         host, _, port = gateway.url.removeprefix("http://").partition(":")
@@ -176,12 +170,11 @@ async def test_slow_bodies_delay_no_other_request(gateway: AgentGateway) -> None
             )
             peer.sendall(head.encode())
             peers.append(peer)
-        await works(session)
+        await assert_works(session)
         for peer in peers:
             peer.close()
 
 
-@pytest.mark.asyncio
 async def test_other_paths(gateway: AgentGateway) -> None:
     with gateway.session() as session:
         async with aiohttp.ClientSession(headers={"x-api-key": session.key}) as client:
@@ -195,7 +188,6 @@ def test_gateway_listens_on_loopback(gateway: AgentGateway) -> None:
     assert gateway.url.startswith("http://127.0.0.1:")
 
 
-@pytest.mark.asyncio
 async def test_hostile_session_ids(gateway: AgentGateway) -> None:
     with gateway.session() as session, gateway.session() as other:
         url = session.base_url.replace(session.id, other.id)
@@ -214,4 +206,4 @@ async def test_hostile_session_ids(gateway: AgentGateway) -> None:
                 assert response.status == 401
         assert other.reward == 0.0
         assert not other.is_closed
-        await asyncio.gather(works(session), works(other))
+        await asyncio.gather(assert_works(session), assert_works(other))

@@ -1,6 +1,4 @@
-"""The control port of ``helmsman up`` under attack: peers without the token get nothing, and keep
-no member waiting.
-"""
+"""Tests that peers without the token neither use nor block the control port of ``helmsman up``."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ TIMEOUTS = LinkTimeouts(connect_s=LIMIT_S)
 
 @pytest.fixture
 async def head(make_nodes: MakeNodes) -> AsyncIterator[Node]:
-    """The supervisor of rank 0, which waits for its members."""
+    """The supervisor of rank 0 while it waits for its members."""
     nodes = make_nodes(NUM_LEGITIMATE + 1, command=script("pass"), timeouts=LinkTimeouts())
     started = nodes.start(0)
     await asyncio.to_thread(started.said, "not connected")
@@ -41,13 +39,13 @@ async def head(make_nodes: MakeNodes) -> AsyncIterator[Node]:
 
 
 async def connected(head: Node, port: int | None = None) -> PeerConnection:
-    """A member's link, which is authenticated."""
+    """Return an authenticated link of a member."""
     key = proof_key(head.plan.secret, head.plan.job)
     return await connect("127.0.0.1", port or head.plan.control_port, key, TIMEOUTS, tls=True)
 
 
 async def join(head: Node, rank: int, port: int | None = None) -> PeerConnection:
-    """A member's link, once the head has taken it."""
+    """Return a link of a member that the head has accepted."""
     link = await connected(head, port)
     link.send(
         Hello(
@@ -66,14 +64,14 @@ async def join(head: Node, rank: int, port: int | None = None) -> PeerConnection
 
 
 async def receive_end(link: PeerConnection) -> None:
-    """Return when the head says that the run has ended."""
+    """Return when the head reports the end of the run."""
     while not isinstance(await link.receive(), Ended):
         pass
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_control_port_admits_beside_held_connections(head: Node, kind: str) -> None:
-    """None waits for a held connection, which would take its whole handshake limit."""
+    """No member waits for a held connection, which would take its whole handshake limit."""
     links = []
     async with peers_of_kind(kind, ("127.0.0.1", head.plan.control_port), tls=True):
         for rank in range(1, NUM_LEGITIMATE + 1):
@@ -81,20 +79,14 @@ async def test_control_port_admits_beside_held_connections(head: Node, kind: str
                 links.append(await join(head, rank))
     for link in links:
         await link.close()
-    assert (
-        len(
-            head.lines(
-                "had not proved that it belongs to this run when newer connections evicted it"
-            )
-        )
-        <= 2
-    )
+    evicted = "had not proved that it belongs to this run when newer connections evicted it"
+    assert len(head.lines(evicted)) <= 2
 
 
 async def test_control_port_relay_injects_end(head: Node, proxy: Proxy) -> None:
-    """A relay that says in the head's name that the run has ended."""
+    """A relay reports the end of the run in the name of the head."""
     link = await join(head, 1, await proxy.relay(head.plan.control_port))
-    message = msgspec.msgpack.encode(Ended("so says the relay"))
+    message = msgspec.msgpack.encode(Ended("by the relay"))
     proxy.inject_back(len(message).to_bytes(4, "big") + message)
     with pytest.raises(PeerLostError, match="the connection was closed"):
         await receive_end(link)

@@ -1,4 +1,4 @@
-"""Other users reach nothing of a run; malformed queries end only their own connection."""
+"""Tests that other users cannot query a run, and malformed queries end only their connection."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_socket_malformed_query(scheduler: InlineScheduler, message: bytes) -> N
 
 
 def test_socket_silent_clients(scheduler: InlineScheduler) -> None:
-    """More silent connections than it serves at once are dropped, and it recovers."""
+    """Silent connections beyond the limit are dropped, and the socket recovers."""
     peers = []
     for _ in range(30):
         peers.append(socket.socket(socket.AF_UNIX))

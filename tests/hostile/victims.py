@@ -1,6 +1,4 @@
-"""The script of a kill round and its engines: they hide children, and note each call that they
-execute in a file.
-"""
+"""The script of a kill round, and engines that hide children and record each executed call."""
 
 from __future__ import annotations
 
@@ -38,26 +36,24 @@ _HIDE = (
 
 
 def note(path: str | Path, line: str) -> None:
-    """Append a line to a file, whole, whatever happens to this process next."""
+    """Append a line to a file at once, so that a kill of this process leaves no part of it."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(fd, f"{line}\n".encode())
     os.close(fd)
 
 
 def result_of(number: int) -> int:
-    """The right answer of a call."""
+    """Return the right result of a call."""
     return number * number + 1
 
 
 class Hiding:
-    """Hides two children and creates a segment of shared memory, when it is made and again in each
-    call.
+    """Hides two children and creates a segment of shared memory, at its creation and in each call.
 
     Args:
-        folder: where it notes its children, by their rows of the process table, the names of its
-            segments, and the calls that it has executed.
-        hides: whether it has children and segments; those of an inline engine would be the script's
-            own.
+        folder: Folder for its records: rows of the process table of its children, names of its
+            segments, and executed calls.
+        hides: Whether it has children and segments, False in the script's own process.
     """
 
     def __init__(self, folder: str, hides: bool) -> None:
@@ -66,9 +62,7 @@ class Hiding:
         self.hide()
 
     def hide(self) -> None:
-        """Start daemons: one of its own program with an empty environment, and one that is a fork
-        without descriptors.
-        """
+        """Start a daemon with an empty environment, and a forked one without descriptors."""
         if not self.hides:
             return
         from multiprocessing import shared_memory
@@ -104,7 +98,7 @@ class Hiding:
 
 
 class HidingRollout(PureRollout):
-    """A rollout engine that hides as Hiding does, and notes its updates."""
+    """A rollout engine that hides children, and records its updates."""
 
     def __init__(self, folder: str, hides: bool) -> None:
         super().__init__(0.001)
@@ -112,7 +106,7 @@ class HidingRollout(PureRollout):
         self.hiding = Hiding(folder, hides)
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> int:
-        """Take weights, if they are whole."""
+        """Accept weights, and record mixed ones."""
         note(f"{self.folder}/executed", f"update {version} {id(self)} {os.getpid()}")
         if not (weights["weight"] == float(version)).all():
             note(f"{self.folder}/wrong", f"weights of version {version} are mixed")
@@ -120,11 +114,11 @@ class HidingRollout(PureRollout):
 
 
 class Script:
-    """The controller of a round: start, calls, weight syncs, delete, close. It goes on when a
-    worker fails.
+    """The controller of a round, which continues when a worker fails: start, calls, weight syncs,
+    delete, close.
 
     Args:
-        tell: reports that a phase begins.
+        tell: Reports the beginning of a phase.
     """
 
     def __init__(
@@ -134,7 +128,7 @@ class Script:
         self.arguments = (folder, hides)
 
     def run(self) -> None:
-        """All of it."""
+        """Run all phases."""
         self.tell(run_id=self.scheduler.run_id)  # type: ignore[attr-defined]
         job = Job(role="rollout", replicas=2, tasks=[SPEC])
         engine = "tests.hostile.victims.HidingRollout"
@@ -154,7 +148,7 @@ class Script:
         self.scheduler.close()
 
     async def create(self) -> None:
-        """An engine in each trainer."""
+        """Create an engine in each trainer."""
         await asyncio.gather(
             *(
                 self.scheduler.create_engine(worker, Hiding, None, *self.arguments)
@@ -163,7 +157,7 @@ class Script:
         )
 
     async def calls(self) -> None:
-        """Calls to both workers at once, each sent once; the answers are compared."""
+        """Call both workers at once, and compare the results."""
 
         async def call(number: int) -> None:
             worker = WORKERS[number % 2]
@@ -180,7 +174,7 @@ class Script:
         await asyncio.gather(*map(call, range(NUM_CALLS)))
 
     def sync(self, rollout: RolloutController, version: int) -> None:
-        """Bring weights from the first trainer to the rollout, past this process."""
+        """Send weights from the first trainer to the rollout directly."""
         handle = self.scheduler.call_engine(
             "train/0", "export", None, version, rpc_meta={"keep": True}
         )
@@ -190,7 +184,7 @@ class Script:
             self.scheduler.release(handle)
 
     def attempt(self, name: str, operation: Callable[[], object]) -> None:
-        """Do something that may fail when a worker was killed, and note how it ended."""
+        """Run an operation that fails when a worker was killed, and record its outcome."""
         note(f"{self.folder}/sent", name)
         try:
             operation()

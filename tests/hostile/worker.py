@@ -1,4 +1,4 @@
-"""A worker's channel in a process of its own, and the messages that a controller sends to it.
+"""A worker's channel in a process of its own, and messages of a controller.
 
 python -m tests.hostile.worker KEY MODE
 """
@@ -26,14 +26,14 @@ from helmsman.rpc_server._wire.wire import Outgoing, Session
 from tests.contract.helpers import ROOT
 
 TAG = "run/target/0"
-"""By which the worker's pulse is found."""
+"""Tag of the worker's pulse."""
 
 
 class Worker:
     """A running worker.
 
     Args:
-        folder: of its log.
+        folder: Folder of its log.
         mode: "tls" and "plain" listen on TCP, "unix" on an abstract Unix socket.
     """
 
@@ -56,11 +56,11 @@ class Worker:
 
     @property
     def num_threads(self) -> int:
-        """Threads of its process."""
+        """Number of threads of its process."""
         return psutil.Process(self.process.pid).num_threads()
 
     def end(self) -> str:
-        """End it in order; returns its log."""
+        """End it gracefully, and return its log."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(30.0)
@@ -92,12 +92,12 @@ class Mark:
 
 
 def request(request_id: int, target: Path) -> Outgoing:
-    """A request that adds a line to ``target`` when the worker executes it."""
+    """Return a request that adds a line to ``target`` when the worker executes it."""
     return Outgoing(Request(request_id, Verb.RELEASE), encode((Mark(target),)))
 
 
 def request_frame(request_id: int, target: Path) -> bytes:
-    """The same as bytes on a plain connection."""
+    """Return the bytes of such a request on a plain connection."""
     return Session().keep(request(request_id, target).body())
 
 
