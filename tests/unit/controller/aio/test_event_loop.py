@@ -1,4 +1,4 @@
-"""The background loop, and how other threads reach a loop."""
+"""Tests of the background loop and of mailboxes, by which other threads reach a loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_S = 30.0
 
 
 class _InterruptedOnce(asyncio.SelectorEventLoop):
-    """A loop that its caller's interrupt keeps from being woken, once."""
+    """A loop whose first wake-up is interrupted in the thread of the caller."""
 
     was_interrupted = False
 
@@ -55,7 +55,7 @@ def test_mailbox_function_that_raises() -> None:
     ran: list[int] = []
 
     def fail() -> None:
-        raise ValueError("of this function alone")
+        raise ValueError("logged by the loop")
 
     for function in (
         fail,
@@ -82,7 +82,7 @@ def test_mailbox_does_not_keep_its_loop() -> None:
     assert gone() is None
 
 
-def test_background_loop_goes_on_after_system_exit() -> None:
+def test_background_loop_continues_after_system_exit() -> None:
     async def leave() -> None:
         raise SystemExit(2)
 
@@ -96,7 +96,7 @@ def test_run_sync_in_a_child_forked_under_the_lock() -> None:
     with loops._lock:
         pid = os.fork()
         if pid == 0:
-            signal.alarm(int(LIMIT_S))  # ends a child that waits for ever
+            signal.alarm(int(LIMIT_S))  # ends a child that hangs
             os._exit(run_sync(_seven()))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
@@ -105,8 +105,8 @@ async def _seven() -> int:
     return 7
 
 
-def test_run_blocking_runs_in_the_callers_thread() -> None:
-    """Each run_async in it blocks, also in a coroutine that it awaits; afterwards none does."""
+def test_run_blocking_in_the_callers_thread() -> None:
+    """run_async blocks in run_blocking and in coroutines below it, and nowhere else."""
 
     async def on_loop() -> int:
         return threading.get_ident()

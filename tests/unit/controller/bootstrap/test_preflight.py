@@ -240,3 +240,11 @@ def test_versions_without_ray(tmp_path: Path) -> None:
         check=True,
     ).stdout
     assert told == "Ray is not installed on this node: pip install 'helmsman[ray]'\n"
+
+
+def test_versions() -> None:
+    assert versions() == {
+        "python": platform.python_version(),
+        "ray": version("ray"),
+        "helmsman": version("helmsman"),
+    }

@@ -1,6 +1,4 @@
-"""Backends whose calls end when the test says so, and the clock that the tests of generation run
-on.
-"""
+"""A backend whose calls the test ends, and helpers that run tests on a virtual clock."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ from typing import Any, ParamSpec
 
 from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams, StopReason
-from helmsman.controller._generation.request import RequestState, Ticket
+from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.testing import run_virtually
 
 P = ParamSpec("P")
 
 NEVER_S = 1e6
-"""Of virtual time: who has waited for so long waits for what will not come."""
+"""Virtual seconds after which a test that still waits fails."""
 
 
 def virtually(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run a test on a virtual clock, where what would wait for ever is told at once."""
+    """Run a test on a virtual clock, where a test that would wait forever fails at once."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -36,14 +34,12 @@ def virtually(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]
 
 
 async def settle() -> None:
-    """Return when nothing is left to do at this time: on the virtual clock only then does time
-    pass.
-    """
+    """Run all callbacks that are ready; the virtual clock advances only after them."""
     await asyncio.sleep(1e-6)
 
 
 async def waits(work: Awaitable[Any]) -> asyncio.Task[Any]:
-    """A task for it, which has been seen to wait."""
+    """Start a task and check that it waits."""
     task = asyncio.ensure_future(work)
     await settle()
     assert not task.done()
@@ -61,13 +57,17 @@ def make_requests(num: int, **options: Any) -> list[GenerationRequest]:
     return [make_request(f"r{index}", **options) for index in range(num)]
 
 
+def make_ticket(request: GenerationRequest | None = None, **options: Any) -> Ticket:
+    return Ticket(request or make_request("r"), RequestOptions(**options))
+
+
 def make_result(
     request_id: str,
     tokens: Sequence[int] = (7,),
     version: int = 0,
     stop_reason: StopReason = "stop",
 ) -> GenerationResult:
-    """Its log-probabilities tell its tokens apart, as its versions do its attempts."""
+    """Return a result; each token has its own log-probability, and each attempt its version."""
     return GenerationResult(
         request_id=request_id,
         token_ids=list(tokens),
@@ -78,7 +78,7 @@ def make_result(
 
 
 class Call:
-    """A request that an instance was sent, and that the test ends."""
+    """A request in flight, which the test ends."""
 
     def __init__(self, instance_id: str, request: GenerationRequest) -> None:
         self.instance_id, self.request = instance_id, request
@@ -94,7 +94,7 @@ class Call:
         self.answer.set_result(make_result(self.request_id, tokens, version, stop_reason))
 
     def give_back(self, tokens: Sequence[int] = (), version: int = 0) -> None:
-        """As an instance that was asked to abort it."""
+        """End the request like an instance that aborts it."""
         self.end(tokens, version, "abort")
 
     def lose(self, *, may_have_begun: bool = True) -> None:
@@ -108,17 +108,17 @@ class Call:
 
 
 class HeldBackend:
-    """A Backend whose instances do what the test tells them to do, and no more."""
+    """A backend whose calls end only when the test ends them."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        """All that were sent, in their order."""
+        """All calls, in the order in which they were sent."""
         self.together: list[tuple[str, list[str]]] = []
-        """Those that were sent by one call."""
+        """Instance and request ids of each call of generate_samples."""
         self.aborts: list[tuple[str, list[str]]] = []
         self.abort_error: Exception | None = None
         self.abort_gate = asyncio.Event()
-        """Aborts wait for it."""
+        """Blocks aborts while it is clear."""
         self.abort_gate.set()
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
@@ -141,7 +141,7 @@ class HeldBackend:
             raise self.abort_error
 
     def open(self, instance_id: str | None = None) -> list[Call]:
-        """Calls, of one instance or of all, that have not ended."""
+        """Return the open calls of one instance, or of all."""
         return [
             call
             for call in self.calls
@@ -152,38 +152,38 @@ class HeldBackend:
         return next(call for call in reversed(self.calls) if call.request_id == request_id)
 
     async def end(self, request_id: str, *args: Any, **options: Any) -> None:
-        """End the last call of a request, as Call.end, and let what follows happen."""
+        """End the last call of a request by Call.end, and settle."""
         self.last(request_id).end(*args, **options)
         await settle()
 
     async def give_back(self, request_id: str, *args: Any, **options: Any) -> None:
-        """As end, with Call.give_back."""
+        """End the last call of a request by Call.give_back, and settle."""
         self.last(request_id).give_back(*args, **options)
         await settle()
 
     async def lose(self, request_id: str, **options: Any) -> None:
-        """As end, with Call.lose."""
+        """End the last call of a request by Call.lose, and settle."""
         self.last(request_id).lose(**options)
         await settle()
 
     async def end_all(
         self, instance_id: str | None = None, tokens: Sequence[int] = (7,), version: int = 0
     ) -> None:
-        """End the open calls of one instance or of all, and let what follows happen."""
+        """End the open calls of one instance, or of all, and settle."""
         for call in self.open(instance_id):
             call.end(tokens, version)
         await settle()
 
     @property
     def sent(self) -> list[str]:
-        """Ids of the requests, in the order in which they were sent."""
+        """Request ids of all calls, in the order in which they were sent."""
         return [call.request_id for call in self.calls]
 
 
 def make_scheduler(
     capacities: Sequence[int], backend: HeldBackend | None = None, **options: Any
 ) -> tuple[HeldBackend, GenerateScheduler]:
-    """Instances i0, i1... of these capacities."""
+    """Return a backend and a scheduler with instances i0, i1... of these capacities."""
     backend = backend or HeldBackend()
     scheduler = GenerateScheduler(backend, **options)
     for index, capacity in enumerate(capacities):
@@ -192,7 +192,7 @@ def make_scheduler(
 
 
 async def put(scheduler: GenerateScheduler, *args: Any, **options: Any) -> list[Ticket]:
-    """Put requests, and let what can be sent be sent."""
+    """Put requests, and settle, so that the scheduler sends them."""
     tickets = scheduler.put(*args, **options)
     await settle()
     return tickets

@@ -1,4 +1,4 @@
-"""What holds of every request that has ended, whatever has happened to its instances."""
+"""Checks that hold for every request that has ended."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from helmsman.controller._generation.request import RequestState
 
 
 def end_of(future: Future[GenerationResult], length: int, versions: range) -> RequestState:
-    """The state that a request has ended in.
+    """Check how a request has ended and return its state.
 
     Args:
-        length: tokens that it has unless it ends early.
-        versions: of the weights that can have made its tokens.
-    Raises: AssertionError for an end that cannot be.
+        future: The future of the request, which is done.
+        length: Number of tokens of a request that does not end early.
+        versions: Weight versions that served while the request ran.
+
+    Returns:
+        The state in which the request has ended.
+
+    Raises:
+        AssertionError: The result or the error is not a valid end of the request.
     """
     if future.cancelled():
         return RequestState.ABORTED
@@ -27,12 +33,12 @@ def end_of(future: Future[GenerationResult], length: int, versions: range) -> Re
     result = future.result()
     num = len(result.token_ids)
     assert len(result.versions) == len(result.logprobs) == num, result
-    assert result.versions == sorted(result.versions), f"weights went back: {result}"
+    assert result.versions == sorted(result.versions), f"weight versions decrease: {result}"
     assert all(version in versions for version in result.versions), (
-        f"weights that did not serve in {versions}: {result}"
+        f"weight versions outside {versions}: {result}"
     )
     if result.stop_reason != "abort":
-        assert num == length, f"{num} tokens of {length}, of all attempts together: {result}"
+        assert num == length, f"{num} tokens in all attempts, expected {length}: {result}"
         return RequestState.DONE
     assert num <= length, result
     return RequestState.PARTIAL if num else RequestState.ABORTED

@@ -1,4 +1,4 @@
-"""GenerateScheduler: taking back what runs, going on from it, and waiting until nothing runs."""
+"""Tests of GenerateScheduler: take_back, resumed requests and wait_idle."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_take_back_of_a_hanging_instance() -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(scheduler.take_back(), 60.0)
     assert states(tickets) == [S.RUNNING, S.RUNNING]
-    backend.last("r0").give_back([7])  # late, but it comes back
+    backend.last("r0").give_back([7])  # a late answer
     await settle()
     assert states(tickets) == [S.QUEUED, S.RUNNING]
     again = await waits(scheduler.take_back())
@@ -103,7 +103,7 @@ async def test_take_back_of_a_hanging_instance() -> None:
 
 
 @virtually
-async def test_take_back_resumed_meanwhile() -> None:
+async def test_take_back_during_resume() -> None:
     backend, scheduler = make_scheduler([2])
     await put(scheduler, make_requests(2))
     scheduler.suspend()
@@ -116,11 +116,11 @@ async def test_take_back_resumed_meanwhile() -> None:
     await backend.end("r1")
     assert recalled.done()
     assert finished.done()
-    assert len(backend.open()) == 1, "it runs, and was not waited for"
+    assert len(backend.open()) == 1, "calls after the resume are not waited for"
 
 
 @virtually
-async def test_resume_needs_every_suspender() -> None:
+async def test_resume_after_every_suspender() -> None:
     backend, scheduler = make_scheduler([1])
     scheduler.suspend()
     scheduler.suspend("update")
@@ -135,7 +135,7 @@ async def test_resume_needs_every_suspender() -> None:
     assert backend.sent == ["r"]
 
 
-# --- going on from an earlier result --------------------------------------------------------------
+# --- kept results ---------------------------------------------------------------------------------
 
 
 @virtually
@@ -147,7 +147,7 @@ async def test_put_with_kept_results() -> None:
     assert await scheduler.abort() == 1
     assert ticket.state is S.PARTIAL
     assert ticket.future.result(0).token_ids == [10, 11], (
-        "nothing is lost when it is aborted before it starts"
+        "an abort before the start keeps the tokens"
     )
     scheduler.add("i0", 1)
     (ticket,) = await put(scheduler, [make_request("r", max_new_tokens=6)], kept={"r": before})
@@ -174,7 +174,7 @@ async def test_wait_idle_covers_waiting_requests() -> None:
     idle = await waits(scheduler.wait_idle())  # no instance serves yet
     scheduler.add("i0", 1)
     await settle()
-    scheduler.put([make_request("b")])  # meanwhile
+    scheduler.put([make_request("b")])
     await backend.end("a")
     assert not idle.done()
     await backend.end("b")
@@ -184,4 +184,4 @@ async def test_wait_idle_covers_waiting_requests() -> None:
     idle = await waits(scheduler.wait_idle())
     await scheduler.abort()
     await settle()
-    assert idle.done(), "also when what waited was withdrawn"
+    assert idle.done(), "aborted requests are not waited for"

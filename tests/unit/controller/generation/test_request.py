@@ -1,4 +1,4 @@
-"""A request's states, all of them, and what a ticket keeps of its attempts."""
+"""Tests of the states of a request, and of tickets that have several attempts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.api.generation import GenerationRequest, SamplingParams
-from helmsman.controller._generation.request import (
-    TRANSITIONS,
-    RequestOptions,
-    RequestState,
-    Ticket,
-)
-from tests.unit.controller.generation.backends import make_request, make_result
+from helmsman.controller._generation.request import TRANSITIONS, RequestState, Ticket
+from tests.unit.controller.generation.backends import make_request, make_result, make_ticket
 
 S = RequestState
 ENDS = {S.DONE, S.PARTIAL, S.ABORTED, S.FAILED}
@@ -35,11 +30,7 @@ PATH_TO: dict[RequestState, Sequence[RequestState]] = {
     S.ABORTED: (S.ABORTED,),
     S.FAILED: (S.FAILED,),
 }
-"""How a request gets into each state."""
-
-
-def make_ticket(request: GenerationRequest | None = None, **options: object) -> Ticket:
-    return Ticket(request or make_request("r"), RequestOptions(**options))  # type: ignore[arg-type]
+"""State -> the transitions that lead to it."""
 
 
 def in_state(state: RequestState) -> Ticket:
@@ -52,7 +43,7 @@ def in_state(state: RequestState) -> Ticket:
 # --- states ---------------------------------------------------------------------------------------
 
 
-def test_transitions_have_every_state() -> None:
+def test_transitions() -> None:
     assert set(TRANSITIONS) == set(RequestState) == set(PATH_TO)
     assert {(before, after) for before, afters in TRANSITIONS.items() for after in afters} == LEGAL
 
@@ -97,7 +88,7 @@ def test_ticket_num_tokens() -> None:
     assert make_ticket(request, expected_tokens=0).num_tokens == 10
 
 
-# --- pieces ---------------------------------------------------------------------------------------
+# --- attempts -------------------------------------------------------------------------------------
 
 
 def test_ticket_to_send_first_attempt() -> None:
@@ -119,11 +110,11 @@ def test_ticket_merged() -> None:
     assert merged.request_id == "r"
 
 
-@pytest.mark.parametrize(("told", "expected"), [(None, "abort"), ("length", "length")])
-def test_ticket_merged_without_a_last_result(told: str | None, expected: str) -> None:
+@pytest.mark.parametrize(("stop_reason", "expected"), [(None, "abort"), ("length", "length")])
+def test_ticket_merged_without_a_last_result(stop_reason: str | None, expected: str) -> None:
     ticket = make_ticket()
     ticket.keep(make_result("r", [10], version=3, stop_reason="abort"))
-    merged = ticket.merged(None, told)  # type: ignore[arg-type]
+    merged = ticket.merged(None, stop_reason)  # type: ignore[arg-type]
     assert (merged.token_ids, merged.versions, merged.stop_reason) == ([10], [3], expected)
 
 
@@ -141,19 +132,20 @@ def test_ticket_to_send_next_attempt() -> None:
     assert sent.sampling == SamplingParams(
         max_new_tokens=5, temperature=0.5, top_k=3, top_p=0.9, stop_token_ids=(9,), seed=4
     )
-    assert request.prompt_ids == [1, 2], "the request itself is its submitter's"
+    assert request.prompt_ids == [1, 2], "the submitted request is unchanged"
 
 
+@settings(max_examples=50)
 @given(limit=st.integers(1, 60), pieces=st.lists(st.integers(0, 20), max_size=8))
 def test_ticket_attempts_keep_the_limit(limit: int, pieces: list[int]) -> None:
     ticket = make_ticket(make_request("r", prompt=[1], max_new_tokens=limit))
-    for version, asked in enumerate(pieces):
+    for version, num_tokens in enumerate(pieces):
         if ticket.num_kept == limit:
             break
         sent = ticket.to_send()
         assert sent.sampling.max_new_tokens == limit - ticket.num_kept
         assert len(sent.prompt_ids) == 1 + ticket.num_kept
-        num = min(asked, sent.sampling.max_new_tokens)
+        num = min(num_tokens, sent.sampling.max_new_tokens)
         ticket.keep(make_result("r", [version] * num, version=version, stop_reason="abort"))
     merged = ticket.merged(None)
     assert (

@@ -1,6 +1,4 @@
-"""Routing policies: who takes a request, where equals go, when affinity yields, and what is
-remembered.
-"""
+"""Tests of the routing policies: choice, affinity, spill-over and bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.controller._generation.request import Instance, RequestOptions, Ticket
+from helmsman.controller._generation.request import Instance, Ticket
 from helmsman.controller._generation.routing import (
     LeastOutstandingTokens,
     PrefixAffinity,
@@ -20,13 +18,13 @@ from helmsman.controller._generation.routing import (
     RoutingPolicy,
     SessionAffinity,
 )
-from tests.unit.controller.generation.backends import make_request
+from tests.unit.controller.generation import backends
 
 BLOCK = 4
 
 
 def instances(*outstanding: int) -> list[Instance]:
-    """i0, i1... that have so many tokens to come."""
+    """Return instances i0, i1... with these numbers of outstanding tokens."""
     made = [Instance(f"i{index}", capacity=1_000_000) for index in range(len(outstanding))]
     for instance, num in zip(made, outstanding, strict=True):
         instance.outstanding_tokens = num
@@ -34,13 +32,13 @@ def instances(*outstanding: int) -> list[Instance]:
 
 
 def make_ticket(prompt: Sequence[int] = (1,), expected: int = 10, session: str = "") -> Ticket:
-    return Ticket(
-        make_request("r", prompt=prompt), RequestOptions(expected_tokens=expected, session=session)
+    return backends.make_ticket(
+        backends.make_request("r", prompt=prompt), expected_tokens=expected, session=session
     )
 
 
 def route(policy: RoutingPolicy, able: Sequence[Instance], **ticket: object) -> str:
-    """As the scheduler does: the chosen one takes it."""
+    """Assign a ticket to the chosen instance, like the scheduler, and return the instance's id."""
     made = make_ticket(**ticket)  # type: ignore[arg-type]
     chosen = policy.choose(made, able)
     chosen.take(made)
@@ -71,7 +69,7 @@ def test_least_outstanding_tokens_among_equals() -> None:
 
 
 @given(
-    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=100),
+    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
     num=st.integers(1, 8),
 )
 def test_least_outstanding_tokens_balances(sizes: list[int], num: int) -> None:
@@ -103,17 +101,13 @@ def test_prefix_affinity_longest_prefix() -> None:
     assert route(policy, able, prompt=[*system, *first]) == "i0"
     able[0].outstanding_tokens = 1000
     assert route(policy, able, prompt=[*[9] * BLOCK, *second]) == "i1", (
-        "nothing is known: the least loaded"
+        "an unknown prefix goes to the least loaded instance"
     )
-    assert route(policy, able, prompt=[*system, *second]) == "i0", (
-        "the system prompt is known there"
-    )
+    assert route(policy, able, prompt=[*system, *second]) == "i0", "i0 has the system prompt"
     able[0].outstanding_tokens = able[1].outstanding_tokens = 0
     policy.choose(make_ticket([*system, *first, *second]), [able[2]])
     assert route(policy, able, prompt=[*system, *first, *second, 7]) == "i2"
-    assert route(policy, able, prompt=[*system, *second]) == "i0", (
-        "the longer of two that are known in different places"
-    )
+    assert route(policy, able, prompt=[*system, *second]) == "i0", "i0 has the longest prefix"
 
 
 @pytest.mark.parametrize(
@@ -123,9 +117,9 @@ def test_prefix_affinity_longest_prefix() -> None:
             ([*[1] * BLOCK, 7, 7], [*[1] * BLOCK, *tail], "i0")
             for tail in ([], [8], [8] * (BLOCK - 1))
         ),
-        ([1, 2], [1, 2], "i0"),  # a prompt shorter than a block is known as a whole
+        ([1, 2], [1, 2], "i0"),  # a prompt shorter than a block counts as one block
         ([1, 2], [1, 2, 3], "i1"),
-        # the same block, elsewhere in the prompt
+        # the same block at another position
         (
             [*[1] * BLOCK, *[2] * BLOCK],
             [*[5] * BLOCK, *[2] * BLOCK],
@@ -134,7 +128,7 @@ def test_prefix_affinity_longest_prefix() -> None:
     ],
 )
 def test_prefix_affinity_blocks(first: list[int], second: list[int], expected: str) -> None:
-    """A block counts as a whole, and with all that comes before it."""
+    """Only whole blocks match, each together with all blocks before it."""
     able, policy = instances(0, 0), prefix_affinity()
     assert route(policy, able, prompt=first) == "i0"
     assert route(policy, able, prompt=second) == expected
@@ -151,11 +145,11 @@ def test_affinity_spills_over_the_load_factor(policy: RoutingPolicy) -> None:
     weight = make_ticket([1] * BLOCK).num_tokens
     assert set(went) == {"i0", "i1", "i2", "i3"}
     assert max(each.outstanding_tokens for each in able) <= 1.25 * (mean + weight)
-    assert max(went.values()) > 100, "it is not mere balance"
+    assert max(went.values()) > 100, "affinity prevails until the limit"
 
 
 @given(
-    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=60),
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=30),
     num=st.integers(1, 5),
     load_factor=st.floats(1.0, 3.0),
 )
@@ -180,7 +174,7 @@ def test_prefix_affinity_replaces_a_home() -> None:
     able, policy = instances(0, 0), prefix_affinity()
     assert route(policy, able, prompt=[1] * BLOCK) == "i0"
     assert route(policy, able[1:], prompt=[1] * BLOCK) == "i1"
-    assert route(policy, able, prompt=[1] * BLOCK) == "i1", "its cache is the warm one now"
+    assert route(policy, able, prompt=[1] * BLOCK) == "i1", "i1 has the warm cache now"
 
 
 # --- sessions -------------------------------------------------------------------------------------
@@ -213,26 +207,26 @@ def test_session_affinity() -> None:
     ids=lambda policy: type(policy).__name__,
 )
 def test_policies_have_bounded_memory(policy: RoutingPolicy) -> None:
-    """Whatever goes by: prompts, sessions, and instances that come and go."""
+    """Old prompts, sessions and removed instances use no memory."""
 
-    def some(first: int) -> None:
-        for number in range(first, first + 1000):
+    def route_requests(first: int) -> None:
+        for number in range(first, first + 400):
             able = [Instance(f"i{number}", 10), Instance(f"j{number}", 10)]
             route(policy, able, prompt=list(range(number, number + 3 * BLOCK)), session=str(number))
 
-    some(0)
+    route_requests(0)
     tracemalloc.start()
     try:
-        some(10_000)
+        route_requests(10_000)
         before = tracemalloc.get_traced_memory()[0]
-        some(20_000)
+        route_requests(20_000)
         after = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert after - before < 50_000
+    assert after - before < 20_000
 
 
-def test_session_affinity_forgets_the_least_recent() -> None:
+def test_session_affinity_evicts_the_least_recent() -> None:
     able, policy = instances(0, 0), SessionAffinity(load_factor=100.0, max_entries=2)
     assert route(policy, able, session="a") == "i0"
     assert route(policy, able, session="b") == "i1"
@@ -241,7 +235,7 @@ def test_session_affinity_forgets_the_least_recent() -> None:
     able[0].outstanding_tokens = 1000
     assert route(policy, able, session="a") == "i0"
     able[0].outstanding_tokens, able[1].outstanding_tokens = 0, 1000
-    assert route(policy, able, session="b") == "i0", "b was forgotten"
+    assert route(policy, able, session="b") == "i0", "b was evicted"
 
 
 def test_policies_refuse_invalid_arguments() -> None:

@@ -1,6 +1,4 @@
-"""Samples of one prompt that an instance is given together: one call, room for all, and an end for
-each.
-"""
+"""Tests of samples of one prompt that share one call to an instance."""
 
 from __future__ import annotations
 
@@ -46,7 +44,9 @@ def test_samples_of_differ_in_id_and_seed() -> None:
     )
     samples = samples_of(request, 5)
     assert [each.request_id for each in samples] == [f"r#{number}" for number in range(5)]
-    assert samples[0].sampling == request.sampling, "the first is what the prompt alone would have"
+    assert samples[0].sampling == request.sampling, (
+        "the first sample equals the request without samples"
+    )
     assert len({each.sampling.seed for each in samples}) == 5
     assert {each.sampling.temperature for each in samples} == {0.5}
     assert [each.sampling for each in samples_of(request, 3)] == [
@@ -62,7 +62,7 @@ def test_sample_seed() -> None:
     found = {sample_seed(seed, sample) for seed in range(100) for sample in range(1, 50)}
     assert len(found) == 100 * 49
     assert all(seed is not None and 0 <= seed < 2**63 for seed in found)
-    assert sample_seed(7, 2) == 3744221170344160256, "runs of today are repeated tomorrow"
+    assert sample_seed(7, 2) == 3744221170344160256, "seeds are the same in every release"
 
 
 # --- one call -------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ async def test_put_together_is_one_call() -> None:
     assert scheduler.instances["i0"].num_in_flight == 3
     backend.last("a#0").end([1])
     await backend.give_back("a#1", [2, 3])
-    assert states(one) == [S.RUNNING] * 3, "the call ends with the last of them"
+    assert states(one) == [S.RUNNING] * 3, "the call ends with its last sample"
     await backend.give_back("a#2")
     assert states(one) == [S.DONE, S.PARTIAL, S.ABORTED]
     assert [ticket.future.result().token_ids for ticket in one] == [[1], [2, 3], []]
@@ -97,7 +97,7 @@ async def test_put_together_waits_for_room_for_all() -> None:
     assert backend.together == []
     backend.open("i1")[0].end()
     await settle()
-    assert backend.together == [], "two places at each, and of all together two"
+    assert backend.together == [], "each instance has room for two"
     backend.open("i0")[0].end()
     await settle()
     assert backend.together == [("i0", ["a#0", "a#1", "a#2"])]
@@ -107,7 +107,7 @@ async def test_put_together_waits_for_room_for_all() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"max_in_flight": 2}])
 @virtually
-async def test_put_together_where_all_never_fit(options: dict[str, Any]) -> None:
+async def test_put_together_more_samples_than_room(options: dict[str, Any]) -> None:
     backend, scheduler = make_scheduler([2] if not options else [9], **options)
     samples = put_samples(scheduler, "a", 5)
     for _ in range(3):
@@ -121,7 +121,7 @@ async def test_put_together_where_all_never_fit(options: dict[str, Any]) -> None
 
 @virtually
 async def test_put_together_without_withdrawn_samples() -> None:
-    """Withdrawn while they wait, or when they are admitted already."""
+    """Samples may be withdrawn while they wait and after they are admitted."""
     backend, scheduler = make_scheduler([3])
     scheduler.suspend()
     samples = put_samples(scheduler, "a", 5)
@@ -134,7 +134,7 @@ async def test_put_together_without_withdrawn_samples() -> None:
     await settle()
     assert backend.together == [("i0", ["a#1", "a#4"])]
     assert states(samples) == [S.ABORTED, S.RUNNING, S.ABORTED, S.ABORTED, S.RUNNING]
-    assert waiting.state is S.RUNNING, "its place is free"
+    assert waiting.state is S.RUNNING, "the withdrawn sample freed its slot"
 
 
 @virtually
@@ -145,9 +145,7 @@ async def test_put_together_suspended_in_the_same_turn() -> None:
         scheduler.suspend()
         scheduler.resume()
     await settle()
-    assert sys.getrefcount(samples[0]) < 100, (
-        "what was admitted and came back is not kept twice for ever"
-    )
+    assert sys.getrefcount(samples[0]) < 100, "repeated admissions keep no references"
     assert backend.together == [("i0", [ticket.request_id for ticket in samples])]
 
 
@@ -165,7 +163,7 @@ async def test_put_together_too_few_results() -> None:
     assert "expected 3 GenerationResult" in str(samples[0].future.exception(timeout=0))
 
 
-# --- what goes on elsewhere -----------------------------------------------------------------------
+# --- losses, migration, deadlines -----------------------------------------------------------------
 
 
 @virtually
@@ -177,14 +175,14 @@ async def test_put_together_after_a_loss() -> None:
     await settle()
     assert backend.together == [("i0", ["a#0", "a#1", "a#2"]), ("i1", ["a#0", "a#1", "a#2"])]
     for call in backend.calls[:3]:
-        call.end([9])  # late, so it belongs to no request
+        call.end([9])  # a late result is dropped
     await backend.end_all("i1", tokens=[1])
     assert [ticket.future.result(0).token_ids for ticket in samples] == [[1]] * 3
     assert_empty(scheduler)
 
 
 @virtually
-async def test_put_together_given_back() -> None:
+async def test_put_together_migrated() -> None:
     backend, scheduler = make_scheduler([5])
     samples = put_samples(scheduler, "a", 5)
     await settle()
@@ -198,7 +196,7 @@ async def test_put_together_given_back() -> None:
     await settle()
     assert states(samples) == [S.DONE, *[S.RUNNING] * 4]
     assert backend.together[1:] == [("i1", ["a#2", "a#3", "a#4"])], (
-        "who has tokens has a prompt of its own"
+        "a sample with tokens has a prompt of its own"
     )
     assert backend.last("a#1").request.prompt_ids == [1, 2, 3, 3]
     await backend.end_all("i1", tokens=[8], version=2)
@@ -221,7 +219,7 @@ async def test_put_together_deadline() -> None:
     await asyncio.sleep(5.1)
     assert states(samples) == [S.FAILED] * 3
     assert sorted(id_ for _, ids in backend.aborts for id_ in ids) == ["a#0", "a#1", "a#2"]
-    assert other.state is S.RUNNING, "their places are free"
+    assert other.state is S.RUNNING, "the deadline freed the slots"
     for call in backend.calls[:3]:
         call.end()
     await settle()

@@ -1,4 +1,4 @@
-"""GenerateScheduler: one outcome for each request, order, bounds and suspension."""
+"""Tests of GenerateScheduler: outcomes, order, bounds and suspension."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_put_outcomes() -> None:
 
 
 @virtually
-async def test_put_without_hope() -> None:
+async def test_put_after_the_last_instance_has_died() -> None:
     reason: Exception | None = None
     _, scheduler = make_scheduler([1], why_hopeless=lambda: reason)
     sent, waiting = await put(scheduler, make_requests(2))
@@ -165,7 +165,7 @@ async def test_submit_waits_while_the_queue_is_full() -> None:
     assert not later.done()
     queued[1].future.cancel()
     await settle()
-    assert later.done(), "what is withdrawn makes room, too"
+    assert later.done(), "a cancelled request leaves the queue"
 
 
 @virtually
@@ -219,7 +219,7 @@ async def test_put_policy_with_an_invalid_choice(chosen: Any, message: str) -> N
 @pytest.mark.usefixtures("young_heap")
 @virtually
 async def test_abort_frees_waiting_requests() -> None:
-    """Behind a queue that always has something better to do, others that end must not pile up."""
+    """Aborted requests behind one of higher priority use no memory."""
     backend, scheduler = make_scheduler([1])
     scheduler.put([make_request("blocker")])
     (waiting,) = await put(scheduler, [make_request("waiting")])
@@ -247,7 +247,7 @@ async def test_suspend_until_resume() -> None:
     assert states(tickets).count(S.ADMITTED) == 63
     scheduler.suspend()
     assert scheduler.is_suspended
-    assert set(states(tickets)) == {S.QUEUED}, "also those that were admitted in this turn"
+    assert set(states(tickets)) == {S.QUEUED}, "requests admitted in this turn are queued again"
     assert scheduler.num_in_flight == 1
     more = scheduler.put([make_request("more")])
     scheduler.add("new", 8)
@@ -255,7 +255,7 @@ async def test_suspend_until_resume() -> None:
     scheduler.set_health("i0", Health.HEALTHY)
     backend.last("running").end()
     await asyncio.sleep(3600.0)
-    assert running.state is S.DONE, "what runs goes on"
+    assert running.state is S.DONE, "a running request continues"
     assert backend.sent == ["running"]
     assert scheduler.num_queued == 1001
     scheduler.resume()
@@ -286,13 +286,13 @@ async def test_wait_idle_while_suspended() -> None:
 
 @pytest.mark.usefixtures("young_heap")
 @virtually
-async def test_wait_idle_cancelled_leaves_nothing() -> None:
+async def test_wait_idle_cancelled_leaves_no_futures() -> None:
     _, scheduler = make_scheduler([1])
     await put(scheduler, [make_request("r")])
 
     def num_futures() -> int:
         gc.collect()
-        # isinstance asks the object itself
+        # isinstance would read attributes of the objects
         return sum(issubclass(type(each), asyncio.Future) for each in gc.get_objects())
 
     before = num_futures()

@@ -1,4 +1,4 @@
-"""GenerateScheduler: instances that come, go and are drained."""
+"""Tests of GenerateScheduler: adding, removing and draining instances."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.controller.generation.backends import (
 S = RequestState
 
 
-# --- coming and going -----------------------------------------------------------------------------
+# --- add and remove -------------------------------------------------------------------------------
 
 
 @virtually
@@ -54,7 +54,7 @@ async def test_add_refuses_invalid_instances() -> None:
 
 
 @virtually
-async def test_remove_needs_an_empty_instance() -> None:
+async def test_remove_refuses_an_instance_with_requests() -> None:
     backend, scheduler = make_scheduler([2, 2])
     tickets = scheduler.put(make_requests(3))
     with pytest.raises(ValueError, match="'i0' still has 2 requests; drain it first"):
@@ -76,7 +76,7 @@ async def test_remove_needs_an_empty_instance() -> None:
 async def test_drain_moves_unsent_requests() -> None:
     backend, scheduler = make_scheduler([2, 1])
     (running,) = await put(scheduler, [make_request("running")])
-    # begins before what is admitted now is sent
+    # the drain starts before admitted requests are sent
     drained = asyncio.ensure_future(scheduler.drain("i0"))
     _, admitted = scheduler.put([make_request("on i1"), make_request("admitted")])
     assert scheduler.instances["i0"].num_in_flight == 2
@@ -113,7 +113,7 @@ async def test_drain_migrate_keeps_tokens() -> None:
     backend.last("full").give_back([20, 21], version=3)
     backend.last("untouched").give_back()
     await drained
-    assert full.state is S.DONE, "it had all that it may have"
+    assert full.state is S.DONE, "it has max_new_tokens tokens"
     assert full.future.result().stop_reason == "length"
     await settle()
     again = backend.last("r")
@@ -147,12 +147,14 @@ async def test_drain_migrate_needs_new_enough_weights() -> None:
     scheduler.put([make_request("r3"), make_request("r4")])
     await backend.end("r1", version=4)
     assert [call.request_id for call in backend.open("i1")] == ["r3"], (
-        "a later one, as the first has tokens by newer weights"
+        "r0 needs weights that i1 does not have"
     )
     assert moves.state is S.QUEUED
     scheduler.have_weights("i2", 5)
     await backend.end("r2", version=5)
-    assert [call.request_id for call in backend.open("i2")] == ["r0"], "it has kept its place"
+    assert [call.request_id for call in backend.open("i2")] == ["r0"], (
+        "r0 keeps its place in the queue"
+    )
     backend.last("r0").end([9], version=5)
     await backend.end("r3", version=4)
     await backend.end("r4", version=4)
@@ -161,7 +163,7 @@ async def test_drain_migrate_needs_new_enough_weights() -> None:
 
 
 @virtually
-async def test_drain_migrate_from_weights_that_never_come() -> None:
+async def test_drain_migrate_from_newer_weights_than_expected() -> None:
     backend, scheduler = make_scheduler([1, 1])
     (moves,) = await put(scheduler, make_requests(1))
     leaving = await waits(scheduler.drain("i0", migrate=True))
@@ -215,7 +217,7 @@ async def test_drain_cancelled(migrate: bool) -> None:
 
 
 @virtually
-async def test_drain_cancelled_while_it_asks_or_refused() -> None:
+async def test_drain_cancelled_or_refused_during_its_abort() -> None:
     backend, scheduler = make_scheduler([2])
     tickets = await put(scheduler, make_requests(2))
     backend.abort_gate.clear()

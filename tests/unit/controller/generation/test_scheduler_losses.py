@@ -1,4 +1,4 @@
-"""GenerateScheduler: instances that die, hang and are suspected."""
+"""Tests of GenerateScheduler: instances that die, hang or are suspected."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ async def test_retry_generation_is_bounded() -> None:
         RetryGeneration(0)
 
 
-@pytest.mark.parametrize("told", ["by a call", "by supervision"])
+@pytest.mark.parametrize("detected", ["by a call", "by supervision"])
 @virtually
-async def test_retry_policy_that_fails(told: str) -> None:
+async def test_retry_policy_that_fails(detected: str) -> None:
     class Picky:
         def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
             if ticket.request_id == "r0":
@@ -81,7 +81,7 @@ async def test_retry_policy_that_fails(told: str) -> None:
 
     backend, scheduler = make_scheduler([2], retries=Picky())
     bad, good = await put(scheduler, make_requests(2))
-    if told == "by a call":
+    if detected == "by a call":
         backend.last("r0").lose()
     else:
         scheduler.set_health("i0", Health.DEAD)
@@ -99,7 +99,7 @@ async def test_retry_policy_that_fails(told: str) -> None:
 
 @virtually
 async def test_retry_does_not_count_recalls() -> None:
-    """A request that lasts for many updates of the weights is recalled by each."""
+    """Each weight update recalls a long request."""
     backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration(2))
     (ticket,) = await put(scheduler, [make_request("r", max_new_tokens=9)])
     for token in range(5):
@@ -117,7 +117,7 @@ async def test_retry_does_not_count_recalls() -> None:
 
 @virtually
 async def test_loss_excludes_the_instance() -> None:
-    """It would have the fewest tokens outstanding for ever."""
+    """A lost instance has the fewest outstanding tokens, and would attract every request."""
     backend, scheduler = make_scheduler([2, 2], retries=RetryGeneration())
     tickets = await put(scheduler, make_requests(8))
     begun, unbegun = backend.open("i0")
@@ -170,7 +170,7 @@ async def test_set_health_dead_with_hanging_calls() -> None:
     hanging = backend.last("running")
     others = scheduler.put([make_request(id_) for id_ in ("a", "b", "c")])
     on_i0 = [ticket for ticket in others if ticket.instance is scheduler.instances["i0"]]
-    assert on_i0, "some are admitted there, and not sent yet"
+    assert on_i0, "no request is admitted on i0 and unsent"
     scheduler.set_health("i0", Health.DEAD, HelmsmanError("it has not answered for 60 s"))
     await settle()
     assert {call.instance_id for call in backend.open() if call is not hanging} == {"i1"}
@@ -189,8 +189,8 @@ async def test_set_health_dead_with_hanging_calls() -> None:
 
 @pytest.mark.parametrize("late", ["result", "loss", "abort"])
 @virtually
-async def test_late_answers_of_a_former_life(late: str) -> None:
-    """The same instance serves again, and has the same request again."""
+async def test_late_answers_of_a_restarted_instance(late: str) -> None:
+    """The instance serves again, and runs the same request."""
     backend, scheduler = make_scheduler([1], retries=RetryGeneration())
     (ticket,) = await put(scheduler, [make_request("r")])
     former = backend.last("r")
@@ -212,7 +212,7 @@ async def test_late_answers_of_a_former_life(late: str) -> None:
 
 
 @virtually
-async def test_set_health_suspect_gets_nothing_new() -> None:
+async def test_set_health_suspect_sends_no_new_requests() -> None:
     backend, scheduler = make_scheduler([2, 1])
     (running,) = await put(scheduler, [make_request("running")])
     scheduler.set_health("i0", Health.SUSPECT)
@@ -226,7 +226,7 @@ async def test_set_health_suspect_gets_nothing_new() -> None:
     backend, scheduler = make_scheduler([1, 1])
     (ticket,) = scheduler.put([make_request("r")])
     assert ticket.instance is scheduler.instances["i0"]
-    scheduler.set_health("i0", Health.SUSPECT)  # before it is sent, which happens in the next turn
+    scheduler.set_health("i0", Health.SUSPECT)  # requests are sent in the next turn
     await settle()
     assert [(call.instance_id, call.request_id) for call in backend.calls] == [("i1", "r")]
 
@@ -257,19 +257,19 @@ async def test_drain_of_a_lost_instance() -> None:
     assert ticket.state is S.FAILED
 
 
-@pytest.mark.parametrize("what", ["abort", "drain"])
+@pytest.mark.parametrize("operation", ["abort", "drain"])
 @virtually
-async def test_set_health_dead_ends_abort_and_drain(what: str) -> None:
+async def test_set_health_dead_ends_abort_and_drain(operation: str) -> None:
     backend, scheduler = make_scheduler([2], retries=RetryGeneration())
     backend.abort_gate.clear()
     tickets = await put(scheduler, make_requests(2))
-    asked = await waits(
-        scheduler.abort() if what == "abort" else scheduler.drain("i0", migrate=True)
+    task = await waits(
+        scheduler.abort() if operation == "abort" else scheduler.drain("i0", migrate=True)
     )
     scheduler.set_health("i0", Health.DEAD)
     await settle()
-    assert asked.done()
-    assert set(states(tickets)) == ({S.ABORTED} if what == "abort" else {S.QUEUED})
+    assert task.done()
+    assert set(states(tickets)) == ({S.ABORTED} if operation == "abort" else {S.QUEUED})
 
 
 @virtually

@@ -1,4 +1,4 @@
-"""The supervisor rebuilds instances that are dead or about to go, on a virtual clock."""
+"""Tests of Supervisor on a virtual clock: preemption notices, deaths and rebuilds."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ POLICY = SupervisionPolicy(probe_every_s=1.0, suspect_s=5.0, dead_s=10.0, max_re
 
 
 class Cluster:
-    """Instances that generate a token a second, some of which are about to go."""
+    """Instances that generate one token per second, and that a test ends or preempts."""
 
     def __init__(self) -> None:
         self.leaving: dict[str, str] = {}
+        """Instance id -> reason of its preemption."""
         self.moves_away = True
         self.rebuilt: list[float] = []
-        """When instances were rebuilt."""
+        """Times of the rebuilds, in seconds."""
         self.fails = False
         self.dead: dict[str, WorkerFailedError] = {}
         self.failed_engines: dict[str, str] = {}
         self.aborted: dict[str, asyncio.Event] = {}
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        """All its tokens, or those until it is aborted."""
+        """Return all tokens of a request, or those before its abort."""
         event = self.aborted[request.request_id] = asyncio.Event()
         tokens: list[int] = []
         while len(tokens) < request.sampling.max_new_tokens and not event.is_set():
@@ -57,7 +58,7 @@ class Cluster:
         )
 
     async def rebuild(self, instance_id: str) -> bool:
-        """Build it again, elsewhere where that can be."""
+        """Record a rebuild, which may move the instance to another node."""
         self.rebuilt.append(asyncio.get_running_loop().time())
         if self.fails:
             raise RuntimeError("there is no room")
@@ -67,7 +68,7 @@ class Cluster:
         self.failed_engines = {}
         return True
 
-    async def ask(self) -> dict[str, PreemptionNotice]:
+    async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         return {
             instance_id: PreemptionNotice(reason=reason)
             for instance_id, reason in self.leaving.items()
@@ -79,7 +80,7 @@ def _supervised(
 ) -> tuple[GenerateScheduler, Supervisor]:
     requests = GenerateScheduler(cluster)  # type: ignore[arg-type]
     supervisor = Supervisor(
-        requests, policy, Monitor(cluster.check_health, cluster.ask), cluster.rebuild
+        requests, policy, Monitor(cluster.check_health, cluster.preemption_notices), cluster.rebuild
     )
     for instance_id in ("a", "b"):
         supervisor.watch(instance_id)
@@ -89,7 +90,7 @@ def _supervised(
 
 
 @virtually
-async def test_supervisor_heeds_each_notice_once() -> None:
+async def test_notice_is_handled_once() -> None:
     cluster = Cluster()
     requests, supervisor = _supervised(cluster)
     tickets = requests.put(make_requests(4, prompt=[1, 2], max_new_tokens=20))
@@ -107,30 +108,30 @@ async def test_supervisor_heeds_each_notice_once() -> None:
 
 
 @virtually
-async def test_supervisor_notice_without_another_place() -> None:
+async def test_notice_without_another_node() -> None:
     cluster = Cluster()
     cluster.moves_away = False
     requests, supervisor = _supervised(cluster)
     cluster.leaving = {"a": "its node is being drained"}
     await asyncio.sleep(60.0)
-    assert len(cluster.rebuilt) == 1, "leaving it repeatedly would not help"
+    assert len(cluster.rebuilt) == 1, "one rebuild for one notice"
     assert requests.instances["a"].is_serving
     cluster.leaving = {}
     await asyncio.sleep(5.0)
     cluster.leaving = {"a": "its node is being drained"}
     await asyncio.sleep(5.0)
-    assert len(cluster.rebuilt) == 2, "another notice"
+    assert len(cluster.rebuilt) == 2, "one rebuild for a new notice"
     supervisor.stop()
 
 
 @virtually
-async def test_supervisor_notice_without_room() -> None:
+async def test_notice_and_rebuild_that_fails() -> None:
     cluster = Cluster()
     cluster.fails = True
     requests, supervisor = _supervised(cluster)
     cluster.leaving = {"a": "its node is being drained"}
     await asyncio.sleep(60.0)
-    assert len(cluster.rebuilt) == 2, "the one in time, and the one of the budget"
+    assert len(cluster.rebuilt) == 2, "one rebuild for the notice, and one restart of the budget"
     assert requests.instances["a"].health is Health.DEAD
     (ticket,) = requests.put(make_requests(1))
     await requests.wait_idle()
@@ -139,7 +140,7 @@ async def test_supervisor_notice_without_room() -> None:
 
 
 @virtually
-async def test_supervisor_forgets_a_removed_instance() -> None:
+async def test_forget_of_a_removed_instance() -> None:
     cluster = Cluster()
     requests, supervisor = _supervised(cluster)
     requests.put(make_requests(4, prompt=[1, 2], max_new_tokens=20))
@@ -156,7 +157,7 @@ async def test_supervisor_forgets_a_removed_instance() -> None:
 
 
 @virtually
-async def test_supervisor_until_dead_of_a_removed_instance() -> None:
+async def test_until_dead_of_a_removed_instance() -> None:
     requests, supervisor = _supervised(Cluster())
     before = asyncio.ensure_future(supervisor.until_dead("a"))
     await asyncio.sleep(5.0)
@@ -169,7 +170,7 @@ async def test_supervisor_until_dead_of_a_removed_instance() -> None:
 
 
 @virtually
-async def test_supervisor_pauses_double_within_the_budget() -> None:
+async def test_restart_pauses_double_within_the_budget() -> None:
     cluster = Cluster()
     requests, supervisor = _supervised(
         cluster, SupervisionPolicy(probe_every_s=1.0, restart_pause_s=4.0)
@@ -191,13 +192,13 @@ async def test_supervisor_pauses_double_within_the_budget() -> None:
     await asyncio.sleep(1000.0)
     assert len(cluster.rebuilt) == 3
     await asyncio.sleep(3600.0)
-    assert len(cluster.rebuilt) == 4, "the window has room again"
+    assert len(cluster.rebuilt) == 4, "a restart has left the window"
     assert requests.instances["a"].health is Health.HEALTHY
     supervisor.stop()
 
 
 @virtually
-async def test_supervisor_rebuilds_what_is_dead_when_it_is_handed_over() -> None:
+async def test_watch_of_a_dead_instance() -> None:
     cluster = Cluster()
     _, supervisor = _supervised(cluster)
     cluster.dead["a"] = make_death("a")
@@ -210,7 +211,7 @@ async def test_supervisor_rebuilds_what_is_dead_when_it_is_handed_over() -> None
 
 
 @virtually
-async def test_supervisor_that_is_stopped_rebuilds_nothing() -> None:
+async def test_stop_prevents_rebuilds() -> None:
     cluster = Cluster()
     _, supervisor = _supervised(cluster)
     supervisor.stop()
@@ -220,7 +221,7 @@ async def test_supervisor_that_is_stopped_rebuilds_nothing() -> None:
 
 
 @virtually
-async def test_supervisor_rebuilds_an_instance_whose_engine_has_failed() -> None:
+async def test_failed_engine_is_rebuilt() -> None:
     cluster = Cluster()
     requests, supervisor = _supervised(cluster)
     cluster.failed_engines = {"a": "its server has ended"}
@@ -233,7 +234,7 @@ async def test_supervisor_rebuilds_an_instance_whose_engine_has_failed() -> None
 
 
 @virtually
-async def test_supervisor_probes_no_instance_that_is_dead() -> None:
+async def test_dead_instance_is_not_probed() -> None:
     cluster = Cluster()
     requests, supervisor = _supervised(
         cluster, SupervisionPolicy(probe_every_s=1.0, max_restarts=0)

@@ -1,4 +1,4 @@
-"""The devices of its target that each replica gets."""
+"""Tests of tile: the devices of its target that each replica receives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helmsman.controller._placement.placement import tile
 
 
 def _target(replicas: int, gpu: int, per_node: int) -> list[PlannedWorker]:
-    """Workers of ``gpu`` devices each, ``per_node`` of them on a node."""
+    """Return workers with ``gpu`` devices each, ``per_node`` of them on a node."""
     return [
         PlannedWorker(
             worker_id=f"target/{index}",

@@ -1,4 +1,4 @@
-"""Reasons for jobs that do not fit, and that the suggested change is the smallest that would do."""
+"""Tests of shortfalls: the reason why jobs do not fit, and the smallest change that helps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._placement.admission import advise, busy, require_feasible
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ClusterSnapshot
-from tests.unit.controller.placement.test_planner import beside, cluster, job, node
+from tests.unit.controller.placement.builders import beside, cluster, job, node
 
 SMALL = node("10.0.0.1", cpu=4, gpu=1, labels={"rack": "a"})
 LARGE = node("10.0.0.2", hostname="big", cpu=64, gpu=4, labels={"rack": "b"})
@@ -34,7 +34,7 @@ MIXED = Job(
 
 
 def shortfall(snapshot: ClusterSnapshot, *jobs: Job) -> Shortfall:
-    """The reason and the advice for jobs that do not fit."""
+    """Return the reason and the advice for jobs that do not fit."""
     outcome = plan_jobs(snapshot, jobs, of="total")
     assert isinstance(outcome, Shortfall)
     return advise(outcome, snapshot, jobs)
@@ -87,7 +87,7 @@ def test_shortfall_worker_larger_than_any_node(
             "bundle",
             "Set SchedulingSpec.gpu to 8 and set Job.replicas to 2$",
         ),
-        (WHOLE[:3], [MIXED], "bundle", "Set SchedulingSpec.gpu to 8$"),  # each spec is cut
+        (WHOLE[:3], [MIXED], "bundle", "Set SchedulingSpec.gpu to 8$"),  # every spec is reduced
         (
             WHOLE,
             [job("s", 1, "deferred", gpu=40)],
@@ -127,7 +127,7 @@ def test_shortfall_worker_larger_than_any_node(
             "together",
             "Set Job.replicas to 2$",
         ),
-        # several jobs: the one that keeps most of its replicas is cut, with those colocated with it
+        # several jobs: one is reduced, with its colocated jobs, so that most replicas remain
         (
             WHOLE,
             [job("train", 16, gpu=1), job("rollout", 5, "separate", gpu=4)],
@@ -215,13 +215,13 @@ def test_errors_contain_the_reason() -> None:
     require_feasible(TWO, [job("r", 5, gpu=1)], ())
     held = cluster(msgspec.structs.replace(LARGE, available={"GPU": 1.0, "CPU": 64.0}))
     error = busy(
-        [job("one", 2, gpu=1), job("two", 1, gpu=2)], held, "somebody (3 GPU)", Deadline(0.0)
+        [job("one", 2, gpu=1), job("two", 1, gpu=2)], held, "another run (3 GPU)", Deadline(0.0)
     )
     for fact in (
         "'one and two'",
         "requested 4 GPU, 3 CPU",
         "free now 1 GPU, 64 CPU",
-        "somebody (3 GPU)",
+        "another run (3 GPU)",
         "Timeouts.start_s",
     ):
         assert fact in str(error)

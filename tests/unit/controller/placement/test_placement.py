@@ -1,4 +1,4 @@
-"""Ranks in the order of devices."""
+"""Test that ranks follow the order of devices."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Schedulers of one machine: jobs that it cannot hold, and the resources that workers share."""
+"""Tests of plans and resources of the schedulers of one machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -39,23 +38,19 @@ def test_plan_without_accelerators(make: Callable[..., Scheduler]) -> None:
     assert "short of 16 GPU. Set SchedulingSpec.gpu to 0." in str(caught.value)
 
 
-@SCHEDULERS
 @pytest.mark.parametrize(
-    ("spec", "there"),
+    ("spec", "observed"),
     [
         (SchedulingSpec(mem=memory_allowed({}) * 0.6 / 1e9), "GB memory"),
         (SchedulingSpec(resources={"license": 2}), "3 license"),
     ],
 )
-def test_create_workers_hold_memory_and_resources(
-    make: Callable[..., Any], spec: SchedulingSpec, there: str
-) -> None:
-    options = {} if make is InlineScheduler else {"preload": ()}
-    with make(resources={"license": 3}, **options) as scheduler:
+def test_create_workers_hold_memory_and_resources(spec: SchedulingSpec, observed: str) -> None:
+    with InlineScheduler(resources={"license": 3}) as scheduler:
         with pytest.raises(errors.PlacementInfeasibleError, match="Set Job.replicas to 1"):
             scheduler.create_workers(Job(role="first", replicas=2, tasks=[spec]))
         scheduler.create_workers(Job(role="first", tasks=[spec]))
-        with pytest.raises(errors.PlacementTimeoutError, match=f"first/0: .*{there[1:]}"):
+        with pytest.raises(errors.PlacementTimeoutError, match=f"first/0: .*{observed[1:]}"):
             scheduler.create_workers(Job(role="second", tasks=[spec]))
         scheduler.delete_workers("first")
         assert scheduler.create_workers(Job(role="second", tasks=[spec])) == ["second/0"]

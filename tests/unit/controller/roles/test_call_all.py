@@ -1,6 +1,4 @@
-"""The fan-out: everybody is called at once and once, and of many failures the cause is the one that
-is raised.
-"""
+"""Tests of call_all and gather_all: concurrency, deadlines and the choice of the root cause."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from tests.controller.fakes import FakeScheduler
 
 
 class Rank:
-    """An engine whose calls end when and how the test says."""
+    """An engine whose calls the test ends."""
 
     worker_id: str
 
@@ -83,7 +81,7 @@ class Group:
         )
 
     async def begin(self, **options: Any) -> asyncio.Task[list[Any]]:
-        """A ``step`` that every rank has begun."""
+        """Start a ``step`` and wait until every rank has begun it."""
         task = asyncio.create_task(self.call(**options))
         for index in range(len(self.ids)):
             await self.rank(index).begun.wait()
@@ -91,7 +89,7 @@ class Group:
 
 
 def on_loop(test: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a test's coroutine on the background loop, where the schedulers live."""
+    """Run a test's coroutine on the background loop, where schedulers run."""
 
     @functools.wraps(test)
     async def wrapped(**fixtures: Any) -> None:
@@ -100,8 +98,8 @@ def on_loop(test: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-async def arrive() -> None:
-    """Let what has happened reach everyone on the loop."""
+async def settle() -> None:
+    """Run the callbacks that are ready on the loop."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -113,7 +111,7 @@ GLOO = RuntimeError(
 
 
 @on_loop
-async def test_call_all_at_once_with_results_in_order() -> None:
+async def test_call_all_results_in_order() -> None:
     group = await Group.of(3)
     calls = {
         worker_id: Call((index,), {"times": 2})
@@ -127,7 +125,7 @@ async def test_call_all_at_once_with_results_in_order() -> None:
         "train/0",
     ]
     assert sorted(await group.call("meet", Call((asyncio.Barrier(3),)))) == [0, 1, 2], (
-        "they run at once"
+        "the calls run concurrently"
     )
 
 
@@ -169,7 +167,7 @@ async def test_group_error_earliest_of_equals() -> None:
     task = await group.begin()
     for index in (2, 0, 1):
         group.rank(index).ended.set_exception(ValueError(f"from {index}"))
-        await arrive()
+        await settle()
     with pytest.raises(GroupCallError) as caught:
         await task
     assert list(caught.value.errors) == ["train/2", "train/0", "train/1"]
@@ -177,7 +175,7 @@ async def test_group_error_earliest_of_equals() -> None:
 
 @pytest.mark.usefixtures("young_heap")
 @on_loop
-async def test_call_all_observes_calls_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_call_all_logs_the_ends_of_abandoned_calls(caplog: pytest.LogCaptureFixture) -> None:
     group = await Group.of(3)
     unhandled: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
@@ -187,14 +185,14 @@ async def test_call_all_observes_calls_left_alone(caplog: pytest.LogCaptureFixtu
         with pytest.raises(GroupCallError) as caught:
             await task
         assert list(caught.value.errors) == ["train/0"]
-        gc.collect()  # the tasks live on only because somebody still watches them
+        gc.collect()  # abandoned tasks need a reference to survive this
         with caplog.at_level(logging.INFO, "helmsman.api.fan_out"):
             group.rank(1).ended.set_result(None)
-            await arrive()
+            await settle()
             group.rank(2).ended.set_exception(GLOO)
-            await arrive()
+            await settle()
         gc.collect()
-        await arrive()
+        await settle()
     finally:
         asyncio.get_running_loop().set_exception_handler(None)
     first, second = [record for record in caplog.records if record.name == "helmsman.api.fan_out"]
@@ -213,7 +211,7 @@ async def test_call_all_waits_for_independent_workers() -> None:
     group = await Group.of(2)
     task = await group.begin(grace_s=None)
     group.rank(0).ended.set_exception(ValueError("out of memory"))
-    await arrive()
+    await settle()
     assert not task.done()
     group.rank(1).ended.set_exception(ValueError("out of memory too"))
     with pytest.raises(GroupCallError) as caught:
@@ -234,7 +232,7 @@ async def test_call_all_has_one_deadline() -> None:
 
 
 @on_loop
-async def test_call_all_cancelled_leaves_its_calls_alone() -> None:
+async def test_call_all_cancelled_does_not_cancel_its_calls() -> None:
     group = await Group.of(2)
     task = await group.begin()
     task.cancel()
@@ -244,7 +242,7 @@ async def test_call_all_cancelled_leaves_its_calls_alone() -> None:
 
 
 @on_loop
-async def test_gather_all_raises_a_defect_of_the_driver() -> None:
+async def test_gather_all_raises_other_errors_unchanged() -> None:
     async def fails() -> None:
         raise KeyError("a bug")
 

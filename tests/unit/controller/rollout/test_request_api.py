@@ -1,10 +1,10 @@
-"""Samples, streams, pauses and resumed requests, as a script asks a RolloutController for them."""
+"""Tests of RolloutController: samples, streams, pauses and resumed requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from helmsman.api.generation import GenerationRequest, GenerationResult, Samplin
 from helmsman.controller._aio.event_loop import background_loop
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from tests.contract.helpers import wait_until
+from helmsman.testing.contract_tools import wait_until
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler
 from tests.unit.controller.rollout.fake_rollout import (
@@ -34,7 +34,7 @@ from tests.unit.controller.rollout.fake_rollout import (
 
 
 class Samples(CountingRollout):
-    """Draws the samples of a prompt by one call."""
+    """Generates the samples of a prompt in one call."""
 
     def __init__(self, gated: bool = False) -> None:
         super().__init__(gated)
@@ -52,17 +52,11 @@ class GatedSamples(Samples):
         super().__init__(gated=True)
 
 
-class Deaf(Gated):
-    """Answers no abort."""
+class IgnoresAborts(Gated):
+    """Does not reply to aborts."""
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         return await asyncio.get_running_loop().create_future()
-
-
-@pytest.fixture
-def scheduler() -> Iterator[FakeScheduler]:
-    with FakeScheduler() as scheduler:
-        yield scheduler
 
 
 def is_idle(rollout: RolloutController) -> bool:
@@ -73,7 +67,7 @@ def is_idle(rollout: RolloutController) -> bool:
 # --- samples --------------------------------------------------------------------------------------
 
 
-def test_generate_samples_in_a_row(scheduler: FakeScheduler) -> None:
+def test_generate_samples(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, CountingRollout) as rollout:
         named = GenerationRequest(request_id="mine", prompt_ids=[5])
         results = rollout.generate([[1], named, [9]], num_samples=3)
@@ -86,7 +80,7 @@ def test_generate_samples_in_a_row(scheduler: FakeScheduler) -> None:
             "rollout-1#0",
         ]
         assert sorted(len(engine(scheduler, index).served) for index in range(2)) == [4, 5], (
-            "they go where there is room"
+            "samples are balanced"
         )
         assert [each.token_ids for each in asyncio.run(rollout.async_generate_samples([3], 2))] == [
             [4],
@@ -110,7 +104,7 @@ def test_samples_by_engine_are_one_call(scheduler: FakeScheduler) -> None:
         assert "agenerate" not in scheduler.methods("rollout/0")
         rollout.generate([[1]])
         assert "agenerate" in scheduler.methods("rollout/0") + scheduler.methods("rollout/1"), (
-            "one is a request like any"
+            "a single sample is a plain request"
         )
     with (
         started(scheduler, 1, CountingRollout, samples_by_engine=True) as rollout,
@@ -159,10 +153,10 @@ def test_stream_in_order_of_ends(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1) as rollout:
         stream = rollout.stream([[1], [2]], SamplingParams(max_new_tokens=1), num_samples=2)
         settle()
-        assert is_idle(rollout), "nothing is sent before the first item is asked for"
+        assert is_idle(rollout), "the first next() sends the requests"
         first = asyncio.run_coroutine_threadsafe(asyncio.to_thread(next, stream), background_loop())
         running = engine(scheduler, 0).running
-        wait_until(lambda: len(running) == 4, "they are sent")
+        wait_until(lambda: len(running) == 4, "the requests are sent")
         seen: list[tuple[int, GenerationResult]] = []
         for request_id in ("rollout-1#0", "rollout-0#1", "rollout-1#1", "rollout-0#0"):
             background_loop().call_soon_threadsafe(running[request_id].set_result, "length")
@@ -177,9 +171,9 @@ def test_stream_in_order_of_ends(scheduler: FakeScheduler) -> None:
         assert list(stream) == []
 
 
-def test_stream_left_early_withdraws_the_rest(scheduler: FakeScheduler) -> None:
+def test_stream_left_early_aborts_the_rest(scheduler: FakeScheduler) -> None:
     class Half(CountingRollout):
-        """Every other prompt never ends by itself."""
+        """Holds requests whose first token is even."""
 
         async def agenerate(self, request: GenerationRequest) -> GenerationResult:
             self.gated = request.prompt_ids[0] % 2 == 0
@@ -208,7 +202,9 @@ def test_stream_left_early_withdraws_the_rest(scheduler: FakeScheduler) -> None:
                     pytest.fail(f"{number} has ended")
 
             reading = asyncio.create_task(wait())
-            await asyncio.to_thread(wait_until, lambda: not is_idle(rollout), "they are sent")
+            await asyncio.to_thread(
+                wait_until, lambda: not is_idle(rollout), "the requests are sent"
+            )
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
@@ -253,7 +249,7 @@ def test_stream_ends_with_the_controller(scheduler: FakeScheduler) -> None:
     rollout = started(scheduler, 1, max_in_flight_per_worker=1)
     stream = rollout.stream([[1], [2]], on_error="yield")
     first = asyncio.run_coroutine_threadsafe(asyncio.to_thread(list, stream), background_loop())
-    wait_until(lambda: not is_idle(rollout), "they are sent")
+    wait_until(lambda: not is_idle(rollout), "the requests are sent")
     rollout.close()
     assert [
         isinstance(item, HelmsmanError)
@@ -264,7 +260,7 @@ def test_stream_ends_with_the_controller(scheduler: FakeScheduler) -> None:
 # --- pause ----------------------------------------------------------------------------------------
 
 
-def test_pause_finish(scheduler: FakeScheduler) -> None:
+def test_pause_wait(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=1) as rollout:
         futures = submit_all(rollout, [[1]] * 4)
         paused = asyncio.run_coroutine_threadsafe(rollout.async_pause("wait"), background_loop())
@@ -276,7 +272,7 @@ def test_pause_finish(scheduler: FakeScheduler) -> None:
         paused.result(LIMIT_S)
         load = rollout.stats()
         assert (load.paused, load.num_queued) == (True, 3)
-        rollout.wait_idle(LIMIT_S)  # holds although three wait
+        rollout.wait_idle(LIMIT_S)  # returns although three are queued
         rollout.resume()
         while not all(future.done() for future in futures):
             finish(scheduler, 0)
@@ -284,7 +280,7 @@ def test_pause_finish(scheduler: FakeScheduler) -> None:
         rollout.wait_idle(LIMIT_S)
 
 
-def test_pause_recall(scheduler: FakeScheduler) -> None:
+def test_pause_abort_keeps_tokens(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
         futures = submit_all(rollout, [[1, 2]] * 5, max_new_tokens=6)
         rollout.pause("abort", LIMIT_S)
@@ -308,7 +304,7 @@ def test_pause_recall(scheduler: FakeScheduler) -> None:
 
 
 def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 1, Deaf, max_in_flight_per_worker=1) as rollout:
+    with started(scheduler, 1, IgnoresAborts, max_in_flight_per_worker=1) as rollout:
         futures = submit_all(rollout, [[1, 2]] * 2, max_new_tokens=3)
         with pytest.raises(
             RequestsInFlightError, match="rollout/0 has 1. It is paused, and 1 are queued"
@@ -320,7 +316,7 @@ def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
         with pytest.raises(RequestsInFlightError):
             asyncio.run(rollout.async_wait_idle(0.05))
         assert rollout.stats().paused
-        give_back(scheduler, 0)  # it answers after all
+        give_back(scheduler, 0)
         rollout.wait_idle(LIMIT_S)
         assert rollout.stats().num_queued == 2
         rollout.resume()
@@ -335,9 +331,9 @@ def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
 
 
 def give_back(scheduler: FakeScheduler, index: int) -> None:
-    """Have a deaf engine end its one request after all."""
+    """End the one request of an engine that ignores aborts."""
     answer = engine(scheduler, index).running[f"rollout-{index}"].set_result
-    # set by this thread, it would not wake the loop
+    # a call from this thread would not wake the loop
     background_loop().call_soon_threadsafe(answer, "abort")
 
 
@@ -357,7 +353,7 @@ def test_pause_abort_and_wait_idle(scheduler: FakeScheduler) -> None:
         assert late.result(LIMIT_S).stop_reason == "length"
 
 
-# --- going on -------------------------------------------------------------------------------------
+# --- resumed requests -----------------------------------------------------------------------------
 
 
 def test_submit_resume_from(scheduler: FakeScheduler) -> None:

@@ -1,9 +1,8 @@
-"""Tests of RolloutController with a fake scheduler: routing, bounds, failures and weights."""
+"""Tests of RolloutController: routing, bounds, failures and weights."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,13 +24,6 @@ from tests.unit.controller.rollout.fake_rollout import (
     started,
     submit_all,
 )
-
-
-@pytest.fixture
-def scheduler() -> Iterator[FakeScheduler]:
-    with FakeScheduler() as scheduler:
-        yield scheduler
-
 
 # --- order, routing, bounds -----------------------------------------------------------------------
 

@@ -1,6 +1,4 @@
-"""What an author of a scheduler has to write: a backend for Helmsman's own flow, or the contract's
-abstract methods.
-"""
+"""Tests of BackendScheduler with a minimal backend, and of controllers with any Scheduler."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from tests.controller.engines import RecordingTrainer
 
 
 class OneNode(Allocator):
-    """A node that never runs out."""
+    """One node that is always free."""
 
     def snapshot(self) -> ClusterSnapshot:
         cpus = {"CPU": 8.0}
@@ -86,11 +84,8 @@ class MinimalBackend(Backend):
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[BackendScheduler]:
-    with (
-        mock.patch.dict(os.environ),
-        BackendScheduler(MinimalBackend(), log_dir=tmp_path) as made,
-    ):
-        # ranks set their variables
+    # ranks set environment variables in this process
+    with mock.patch.dict(os.environ), BackendScheduler(MinimalBackend(), log_dir=tmp_path) as made:
         yield made
 
 
@@ -144,7 +139,7 @@ def _delegating(name: str) -> Any:
 Foreign: Any = type(
     "Foreign", (Scheduler,), {name: _delegating(name) for name in Scheduler.__abstractmethods__}
 )
-"""Has the abstract methods of the contract and nothing else."""
+"""A scheduler with the abstract methods of the contract and nothing else."""
 
 
 class Member:

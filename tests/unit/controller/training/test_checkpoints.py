@@ -1,4 +1,4 @@
-"""Checkpoints appear whole, and the oldest go."""
+"""Tests of Checkpoints: atomic publication and retention."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_checkpoints_ignore_an_unfinished_one(tmp_path: Path) -> None:
         checkpoints.save(2, fail)
 
     assert checkpoints.latest() == (1, (tmp_path / "step-000001").resolve())
-    # as an engine leaves it that was killed while it wrote
+    # an engine that is killed while it writes leaves this folder
     (tmp_path / "..step-000002.a1b2").mkdir()
     checkpoints.save(2, fill)
     assert checkpoints.latest() == (2, (tmp_path / "step-000002").resolve())
@@ -67,7 +67,7 @@ def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_checkpoints_ignore_one_removed_by_half(
+def test_checkpoints_ignore_a_partly_removed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path, num_kept=1)
@@ -76,10 +76,10 @@ def test_checkpoints_ignore_one_removed_by_half(
         fill(folder)
         (folder / "optimizer").touch()
 
-    for step in (1, 2):  # one that is replaced, and one that is the oldest
+    for step in (1, 2):  # replaces a checkpoint, then removes the oldest
         checkpoints.save(1, fill_both)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "rmdir", interrupt)  # its files are gone by then
+            patch.setattr(os, "rmdir", interrupt)  # runs after the removal of the files
             with pytest.raises(KeyboardInterrupt):
                 checkpoints.save(step, fill_both)
         for published in tmp_path.glob("step-*"):
@@ -90,7 +90,7 @@ def test_checkpoints_ignore_one_removed_by_half(
 
 
 def test_checkpoints_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers write to it, whose current folder is another."""
+    """Workers have another current folder."""
     monkeypatch.chdir(tmp_path)
     checkpoints = Checkpoints("checkpoints", num_kept=1)
     (tmp_path / "elsewhere").mkdir()
@@ -127,7 +127,7 @@ def test_checkpoints_in_the_background(tmp_path: Path) -> None:
     assert checkpoints.is_writing
     assert checkpoints.finish() is None
     assert checkpoints.latest() is None
-    fill(begun[0])  # which has its name when it is complete
+    fill(begun[0])  # the write is complete
     assert checkpoints.finish() == tmp_path / "step-000005"
     assert not checkpoints.is_writing
     assert sorted(path.name for path in (tmp_path / "step-000005").iterdir()) == ["added", "model"]

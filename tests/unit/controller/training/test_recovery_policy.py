@@ -1,4 +1,4 @@
-"""Which policies of recovery are refused."""
+"""Tests of arguments that RecoveryPolicy and RecoverableTraining refuse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller._training.recovery import RecoveryPolicy
+from helmsman.api.errors import InvalidSpecError
+from helmsman.api.scheduler import Job, SchedulingStrategy
+from helmsman.controller._training.recovery import RecoverableTraining, RecoveryPolicy
+from helmsman.controller._training.train_controller import TrainController
+from tests.controller.engines import RecordingTrainer
+from tests.controller.fakes import FakeScheduler
 
 
 @pytest.mark.parametrize(
@@ -30,3 +35,14 @@ from helmsman.controller._training.recovery import RecoveryPolicy
 def test_recovery_policy_refuses_invalid_values(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RecoveryPolicy(**{"checkpoints": "checkpoints", "save_every": 10, **fields})
+
+
+def test_recoverable_training_refuses_a_trainer_in_other_workers() -> None:
+    inside = SchedulingStrategy(type="colocation", target="rollout")
+    job = Job(role="train", replicas=2, scheduling_strategy=inside)
+    trainer = TrainController(FakeScheduler(), RecordingTrainer, job)
+    policy = RecoveryPolicy(checkpoints="checkpoints", save_every=2)
+    with pytest.raises(
+        InvalidSpecError, match="fork is False; expected True, since a restart of these workers"
+    ):
+        RecoverableTraining(trainer, policy, lambda number: None)

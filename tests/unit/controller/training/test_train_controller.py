@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.api.errors import (
@@ -161,12 +160,6 @@ def test_rank_environment() -> None:
     }
     with pytest.raises(InvalidSpecError, match="port_count is 0; expected at least 1 for actor/0"):
         rank_environment("actor", [worker(0, "10.0.0.7", [])])
-
-
-@pytest.fixture
-def scheduler() -> Iterator[FakeScheduler]:
-    with FakeScheduler() as scheduler:
-        yield scheduler
 
 
 def controller(
@@ -326,6 +319,7 @@ def test_train_batch_gives_each_rank_its_share(scheduler: FakeScheduler) -> None
         assert shares_of(scheduler, "train_batch") == [[0], []], "a rank without samples takes part"
 
 
+@settings(max_examples=20)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), replicas=st.integers(1, 4))
 def test_forward_keeps_the_order_of_samples(lengths: list[int], replicas: int) -> None:
     samples = [
@@ -359,7 +353,7 @@ def test_controller_refuses_invalid_batches(scheduler: FakeScheduler) -> None:
         assert len(scheduler.sent) == num_sent
 
 
-class Forgetful(RecordingTrainer):
+class OmitsResult(RecordingTrainer):
     """Returns no result for its last sample."""
 
     def forward(self, samples: Any) -> list[list[int]]:
@@ -367,7 +361,7 @@ class Forgetful(RecordingTrainer):
 
 
 def test_forward_refuses_too_few_results(scheduler: FakeScheduler) -> None:
-    with controller(scheduler, engine=Forgetful) as actor:
+    with controller(scheduler, engine=OmitsResult) as actor:
         actor.initialize()
         with pytest.raises(
             HelmsmanError,
@@ -486,7 +480,7 @@ def test_update_rollout_that_fails_releases_the_weights(scheduler: FakeScheduler
 
 
 class Scarce(FakeScheduler):
-    """Loses nodes and places on request; other roles may share its workers."""
+    """Has nodes, places and colocated roles that a test sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,7 +503,7 @@ class Scarce(FakeScheduler):
         self.restarts.append("elsewhere" if elsewhere else "in place")
         if elsewhere and self.has_siblings:
             raise InvalidSpecError(
-                role=role, field="role", value=role, expected="a role on which no other stands"
+                role=role, field="role", value=role, expected="a role without colocated roles"
             )
         if not (elsewhere or self.starts_in_place):
             raise WorkerStartError(
@@ -548,7 +542,7 @@ def test_recover_loads_before_the_version_is_raised() -> None:
         ]
         assert [scheduler.methods(f"actor/{rank}") for rank in range(2)] == [expected] * 2
         scheduler.engines["actor/0"].version = scheduler.engines["actor/1"].version = 3
-        assert actor.recover() == 9, "versions of recoveries count, too"
+        assert actor.recover() == 9, "the version is higher than that of the last recovery"
 
 
 def test_recover_keeps_a_higher_version() -> None:
@@ -589,7 +583,7 @@ def test_recover_with_siblings_stays_in_place() -> None:
         with pytest.raises(WorkerStartError, match="taken"):
             actor.recover()
         scheduler.living = ["b"]
-        with pytest.raises(InvalidSpecError, match="on which no other stands"):
+        with pytest.raises(InvalidSpecError, match="without colocated roles"):
             actor.recover()
 
 

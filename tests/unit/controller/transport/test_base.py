@@ -1,4 +1,4 @@
-"""How the end of a process is described, and errors in replies."""
+"""Tests of descriptions of the end of a process, and of errors in replies."""
 
 from __future__ import annotations
 

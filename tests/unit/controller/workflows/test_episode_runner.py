@@ -1,6 +1,4 @@
-"""EpisodeRunner on a virtual clock: episodes that take too long, swallow their cancellation, or
-fail in odd ways.
-"""
+"""Tests of EpisodeRunner on a virtual clock: timeouts, cancellations, failures and close."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ def now() -> float:
 
 
 class Stubborn:
-    """Item 0 waits for ever and swallows its cancellation, until the test ends it; the others take
-    a second each.
-    """
+    """Workflow whose item 0 ignores cancellations until the test ends it; others take 1 s."""
 
     def __init__(self) -> None:
         self.was_cancelled = 0
@@ -64,7 +60,7 @@ async def test_episode_timeout() -> None:
     runner = EpisodeRunner(workflow, episode_timeout=10.0, max_failures=1)
     batch = await runner.prepare_batch(itertools.count(), 3)
     assert [episode.item for episode in batch] == [0, 2, 3]
-    assert now() == pytest.approx(11.0, abs=1e-3), "its place was taken at the limit"
+    assert now() == pytest.approx(11.0, abs=1e-3), "another episode starts at the limit"
     assert (cancelled, runner.figures().num_failed) == ([1], 1)
     runner.set_version(1)
     with pytest.raises(
@@ -83,7 +79,7 @@ async def test_episode_timeout_of_a_stubborn_episode() -> None:
     await settle()
     figures = runner.figures()
     assert (workflow.was_cancelled, figures.num_failed, figures.num_waiting) == (1, 1, 0), (
-        "what it returns then is dropped"
+        "the late result is dropped"
     )
 
 
@@ -121,9 +117,7 @@ async def test_rollout_batch_timeout() -> None:
 
 @virtually
 async def test_prepare_batch_errors_of_episode_and_filter() -> None:
-    """One that is cancelled from inside has failed, and so has one in whose filter an error is
-    raised.
-    """
+    """An episode fails if an operation in it is cancelled, or if the filter raises."""
 
     def keep(episode: Episode) -> bool:
         return 1 // episode.value > -1
@@ -164,24 +158,24 @@ async def test_prepare_batch_source_error() -> None:
 
 
 class Misbehaving(BoundedStaleness):
-    """Says what is not so, in one of its answers."""
+    """Returns invalid episodes from one of its methods."""
 
-    def __init__(self, **answers: list[int]) -> None:
+    def __init__(self, **invalid: list[int]) -> None:
         super().__init__(1)
-        self._answers = answers
+        self._invalid = invalid
 
-    def _with(self, what: str, answer: Sequence[Any], of: Callable[[int], Any]) -> list[Any]:
-        return [*answer, *map(of, self._answers.get(what, []))]
+    def _add(self, method: str, valid: Sequence[Any], convert: Callable[[int], Any]) -> list[Any]:
+        return [*valid, *map(convert, self._invalid.get(method, []))]
 
     def stop(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[int]:
-        return self._with("stop", super().stop(waiting, state), int)
+        return self._add("stop", super().stop(waiting, state), int)
 
     def evict(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
-        return self._with("evict", super().evict(waiting, state), episode_of)
+        return self._add("evict", super().evict(waiting, state), episode_of)
 
     def select(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
         batch = super().select(waiting, state)
-        return self._with("select", batch, episode_of) if batch else batch
+        return self._add("select", batch, episode_of) if batch else batch
 
 
 def episode_of(number: int) -> Episode:
@@ -190,7 +184,7 @@ def episode_of(number: int) -> Episode:
 
 @virtually
 @pytest.mark.parametrize(
-    ("answers", "message"),
+    ("invalid", "message"),
     [
         (
             {"stop": [77]},
@@ -214,12 +208,12 @@ def episode_of(number: int) -> Episode:
     ],
 )
 async def test_prepare_batch_refuses_invalid_policy_answers(
-    answers: dict[str, list[int]], message: str
+    invalid: dict[str, list[int]], message: str
 ) -> None:
     async def workflow(item: int) -> int:
         return item
 
-    runner = EpisodeRunner(workflow, batch_policy=Misbehaving(**answers))
+    runner = EpisodeRunner(workflow, batch_policy=Misbehaving(**invalid))
     with pytest.raises(ValueError, match=message):
         await runner.prepare_batch(itertools.count(), 2)
     figures = runner.figures()
@@ -240,19 +234,19 @@ async def test_close_ends_callers_and_episodes() -> None:
         return item
 
     runner = EpisodeRunner(workflow)
-    asked = [
+    tasks = [
         await waits(runner.prepare_batch(itertools.count(), 2)),
         await waits(runner.rollout_batch([1])),
     ]
     with Stubborn() as stubborn:
         other = EpisodeRunner(stubborn)
-        asked.append(await waits(other.rollout_batch([0])))
+        tasks.append(await waits(other.rollout_batch([0])))
         await runner.close()
         await other.close()
-        for each in asked:
+        for each in tasks:
             with pytest.raises(HelmsmanError, match="closed; make a new one"):
                 await each
-        assert stubborn.was_cancelled, "and no one waits for its end"
+        assert stubborn.was_cancelled, "close() does not wait for its end"
     assert sorted(ended) == [0, 1, 1]
     await runner.close()
 
@@ -263,7 +257,7 @@ def test_episode_runner_refuses_invalid_limits() -> None:
             EpisodeRunner(Stubborn, episode_timeout=limit_s)  # type: ignore[arg-type]
 
 
-# --- mistakes that are named ----------------------------------------------------------------------
+# --- errors of the user ---------------------------------------------------------------------------
 
 
 @virtually
@@ -308,7 +302,7 @@ async def test_prepare_batch_exhausted_source(caplog: pytest.LogCaptureFixture) 
     assert "this batch has 0 of 2 episodes" in caplog.records[-1].getMessage()
 
 
-def test_episode_runner_workflow_without_async() -> None:
+def test_episode_runner_refuses_workflow_without_async() -> None:
     def plain(item: int) -> int:
         return item
 

@@ -1,6 +1,4 @@
-"""WorkflowExecutor: batches of episodes, as fresh as was asked for, and what becomes of slow,
-useless and failing ones.
-"""
+"""Tests of WorkflowExecutor: batches, failures, limits and close."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from helmsman.api.scheduler import Job
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._workflows.executor import WorkflowExecutor
 from helmsman.controller._workflows.staleness import BoundedStaleness, Episode
-from tests.contract.helpers import wait_until
+from helmsman.testing.contract_tools import wait_until
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler
 
@@ -33,7 +31,7 @@ def _items(batch: Any) -> list[int]:
     return [episode.item for episode in batch]
 
 
-def test_rollout_batch_whole_and_in_order() -> None:
+def test_rollout_batch() -> None:
     ended = []
 
     async def workflow(item: int) -> int | None:
@@ -49,7 +47,7 @@ def test_rollout_batch_whole_and_in_order() -> None:
         ended.clear()
         with pytest.raises(KeyError, match="answer"):
             executor.rollout_batch([5, 1, 2])
-    assert sorted(ended) == [1, 2], "the error is raised once all have ended"
+    assert sorted(ended) == [1, 2], "the error is raised after the end of all episodes"
 
 
 def test_prepare_batch_counts_failures() -> None:
@@ -98,18 +96,16 @@ def test_executor_refuses_invalid_arguments() -> None:
     for options in ({"max_in_flight": 0}, {"max_failures": -1}, {"failure_window": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             WorkflowExecutor(_ten_times, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_staleness is nan"):
-        BoundedStaleness(float("nan"))
 
 
 def test_episode_that_raises_system_exit() -> None:
     async def workflow(item: int) -> int:
         if item == 1:
-            sys.exit("as code does that a model has written")
+            sys.exit("from the code of a model")
         if item == 2:
             raise KeyboardInterrupt
         if item == 3:
-            await asyncio.gather(workflow(0), workflow(1))  # tasks of their own
+            await asyncio.gather(workflow(0), workflow(1))  # in tasks of their own
         return item
 
     with WorkflowExecutor(workflow) as executor:
@@ -135,11 +131,11 @@ def test_source_or_filter_that_raises_system_exit() -> None:
             HelmsmanError, match=r"the source of items raised SystemExit\('no more'\)"
         ):
             executor.prepare_batch(source(), 4)
-        wait_until(lambda: executor.figures().num_failed == 1, "the filter has failed for one")
+        wait_until(lambda: executor.figures().num_failed == 1, "the filter has failed for item 0")
         assert _items(executor.prepare_batch(itertools.count(3), 2)) == [1, 2]
 
 
-def test_executor_refuses_calls_that_wait_for_themselves() -> None:
+def test_executor_refuses_calls_from_its_loop() -> None:
     async def workflow(item: int) -> int:
         return executor.figures().num_started
 
@@ -155,21 +151,21 @@ def test_executor_refuses_calls_that_wait_for_themselves() -> None:
 
 
 def test_close_in_many_threads() -> None:
-    for _ in range(30):
+    for _ in range(10):
         executor = WorkflowExecutor(_ten_times, batch_policy=BoundedStaleness(1))
         barrier = threading.Barrier(6)
 
-        def ask(
+        def submit(
             executor: WorkflowExecutor = executor, barrier: threading.Barrier = barrier
         ) -> None:
             barrier.wait(10)
 
-            def ask_on() -> None:
+            def submit_forever() -> None:
                 while True:
                     executor.rollout_batch([1, 2])
 
             with pytest.raises(HelmsmanError, match="closed; make a new one"):
-                ask_on()
+                submit_forever()
 
         def close(
             executor: WorkflowExecutor = executor, barrier: threading.Barrier = barrier
@@ -178,7 +174,7 @@ def test_close_in_many_threads() -> None:
             executor.close()
 
         with concurrent.futures.ThreadPoolExecutor(6) as threads:
-            for future in [threads.submit(work) for work in (ask, close) * 3]:
+            for future in [threads.submit(work) for work in (submit, close) * 3]:
                 future.result(30)
 
 
@@ -198,6 +194,6 @@ def test_episode_timeout_aborts_its_requests() -> None:
                     executor.rollout_batch([1])
                 wait_until(
                     lambda: not scheduler.engines["rollout/0"].running,
-                    "its instance has it no more",
+                    "the instance has no request",
                 )
         assert "abort" in scheduler.methods("rollout/0")

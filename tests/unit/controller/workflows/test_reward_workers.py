@@ -1,4 +1,4 @@
-"""Who waits for a worker of a RewardPool when none can be started any more."""
+"""Test that callers of a RewardPool fail when none of its workers can be restarted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from tests.unit.controller.generation.backends import virtually
 
 @virtually
 @pytest.mark.parametrize("max_restarts", [0, 3, 64])
-async def test_reward_workers_that_do_not_come_back(max_restarts: int) -> None:
-    """Also where pauses that double would have spread the restarts over more than the hour that
-    they are counted in.
-    """
+async def test_reward_workers_without_restarts(max_restarts: int) -> None:
+    """64 pauses that double would exceed the hour in which restarts are counted."""
     num_tried = 0
 
     async def rebuild(worker_id: str) -> None:
