@@ -33,6 +33,7 @@ from tests.contract.engines import Counter
 from tests.contract.group_workers import Member
 from tests.contract.groups import ON_CPU, Members
 from tests.contract.helpers import LIMIT_S, Driver, Engine
+from tests.contract.pools import ACT
 
 __all__ = ["engine", "gate", "own_processes", "peer", "role", "scheduler", "shared_workers"]
 
@@ -191,7 +192,7 @@ def make_pool(scheduler: Scheduler, role: str) -> Iterator[Callable[..., RewardP
     with contextlib.ExitStack() as pools:
 
         def make(
-            function: Any = "tests.contract.reward_functions.act",
+            function: Any = ACT,
             timeout: float | None = LIMIT_S,
             num: int = 2,
             **options: Any,

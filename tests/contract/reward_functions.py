@@ -1,4 +1,4 @@
-"""Reward functions of the contract tests, found in the workers by import path."""
+"""Reward functions of the contract tests, which workers import by path."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from helmsman.testing.contract_engine import WAIT_LIMIT_S, wait_for_file
 
 
 def act(item: Any, *details: Any) -> Any:
-    """Do as the item says; a number is doubled."""
+    """Do what the item names; double a number."""
     match item:
-        case "pid":
-            return os.getpid()
         case "fail":
             raise ValueError(f"no score for {details}")
         case "wait":
@@ -36,37 +34,37 @@ def act(item: Any, *details: Any) -> Any:
     return 2 * item
 
 
-_inside = 0
+_num_inside = 0
 
 
 async def aact(item: Any, *details: Any) -> Any:
-    """As act, awaited; 'together' waits until so many of them have come."""
-    global _inside
+    """Do as act does; "together" waits until the given number of calls run concurrently."""
+    global _num_inside
     match item:
         case "together":
-            _inside += 1
+            _num_inside += 1
             deadline = time.monotonic() + WAIT_LIMIT_S
-            # The others make it true
-            while _inside < details[0] and time.monotonic() < deadline:  # noqa: ASYNC110
+            # Concurrent calls make it true.
+            while _num_inside < details[0] and time.monotonic() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             return threading.current_thread().name
         case "for ever":
             await asyncio.Event().wait()
         case "exit":
-            await asyncio.gather(asyncio.sleep(0), aact("exit by itself"))  # a task of its own
+            await asyncio.gather(asyncio.sleep(0), aact("exit by itself"))  # in another task
         case "block":
             wait_for_file(details[0])
     return act(item, *details)
 
 
 class Scorer:
-    """An object that is called, and awaited."""
+    """An object with an async __call__."""
 
     def __init__(self, factor: int) -> None:
         self.factor = factor
 
     async def __call__(self, item: int, plus: int = 0) -> int:
-        """Multiply."""
+        """Multiply the item and add ``plus``."""
         return self.factor * item + plus
 
 

@@ -1,4 +1,4 @@
-"""What reaches a worker's environment on every scheduler, and who is said to have set it."""
+"""Environment of workers: values, sources, threads and the search path."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.api.environment import MASK, MASK_VARIABLE, EnvironmentVariable
+from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.interfaces import ipv4_interfaces
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
+from tests.contract.marks import needs_processes, ray_smoke
 
-STRANGE = {
+UNUSUAL = {
     "CONTRACT_A": "1,2,3",
     "CONTRACT_B": "a=b=c,d=e",
     "CONTRACT_C": "two\nlines\n",
@@ -40,19 +41,21 @@ def torch_threads() -> int:
     return torch.get_num_threads()
 
 
-def test_environment_strange_values(scheduler: Scheduler, role: str) -> None:
-    (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=STRANGE)]))
+@ray_smoke
+def test_environment_unusual_values(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=UNUSUAL)]))
     engine = Engine.create(scheduler, worker, Counter)
-    assert engine.call("environ", *STRANGE) == STRANGE
+    assert engine.call("environ", *UNUSUAL) == UNUSUAL
     found = described(scheduler, worker)
-    assert {name: found[name].value for name in STRANGE} == STRANGE
-    assert {found[name].source for name in STRANGE} == {"spec.env_vars"}
-    later = {f"{name}_LATER": value for name, value in STRANGE.items()}
+    assert {name: found[name].value for name in UNUSUAL} == UNUSUAL
+    assert {found[name].source for name in UNUSUAL} == {"spec.env_vars"}
+    later = {f"{name}_LATER": value for name, value in UNUSUAL.items()}
     asyncio.run(scheduler.set_worker_env(worker, later))
     assert engine.call("environ", *later) == later
 
 
-@pytest.mark.not_on("inline", "its workers have the script's own environment")
+@ray_smoke
+@needs_processes
 def test_environment_forwarded_by_list(
     scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,13 +73,13 @@ def test_environment_forwarded_by_list(
     assert found.get("MASTER_ADDR") is None
     assert found.get("LOCAL_RANK") is None
     assert found.get("CONTRACT_UNLISTED") is None
-    assert found["PATH"].value, "a program can be found in it"
+    assert found["PATH"].value, "programs are found"
 
 
-@pytest.mark.not_on("inline", "its workers have the script's own environment")
+@needs_processes
 def test_environment_interface_of_gloo(scheduler: Scheduler, role: str) -> None:
-    """By itself, gloo uses the address of the host name, which may be loopback."""
-    chosen = {"GLOO_SOCKET_IFNAME": "mine"}
+    """Without this variable, gloo uses the address of the host name, which may be loopback."""
+    chosen = {"GLOO_SOCKET_IFNAME": "mine", "CONTRACT_TASK": "1"}
     job = Job(role=role, replicas=2, tasks=[SchedulingSpec(), SchedulingSpec(env_vars=chosen)])
     own, given = scheduler.create_workers(job)
     found = described(scheduler, own)["GLOO_SOCKET_IFNAME"]
@@ -84,8 +87,10 @@ def test_environment_interface_of_gloo(scheduler: Scheduler, role: str) -> None:
     assert found.source == "helmsman"
     assert described(scheduler, given)["GLOO_SOCKET_IFNAME"].value == "mine"
     assert described(scheduler, given)["TP_SOCKET_IFNAME"].value == found.value
+    assert "CONTRACT_TASK" not in described(scheduler, own), "each task has its own variables"
 
 
+@ray_smoke
 def test_environment_sources(
     scheduler: Scheduler, backend: str, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,58 +115,30 @@ def test_environment_sources(
         assert found["HELMSMAN_WORKER_TAG"].source == "helmsman"
 
 
-def test_environment_masks_secrets(
-    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(MASK_VARIABLE, "contract_lic*, OTHER")
-    pem = "-----BEGIN PRIVATE KEY-----\nhunter2\n-----END PRIVATE KEY-----\n"
-    shown = {
-        "CONTRACT_URL": ("http://me:hunter2@host/", f"http://{MASK}@host/"),
-        "CONTRACT_PEM": (pem, f"{MASK}\n"),
-        **{
-            f"CONTRACT_{name}": ("hunter2", MASK)
-            for name in ("TOKEN", "API_KEY", "CREDS", "LICENCE")
-        },
-    }
-    secrets = {name: value for name, (value, _) in shown.items()}
-    (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=secrets)]))
-    found = described(scheduler, worker)
-    assert {name: found[name].value for name in secrets} == {
-        name: masked for name, (_, masked) in shown.items()
-    }
-    assert "hunter2" not in str(found)
-    engine = Engine.create(scheduler, worker, Counter)
-    assert engine.call("environ", *secrets) == secrets, "the worker itself has them"
+@needs_processes
+def test_environment_threads_follow_cpus(scheduler: Scheduler, role: str) -> None:
+    specs = [
+        SchedulingSpec(cpu=2),
+        SchedulingSpec(cpu=0.5),
+        SchedulingSpec(cpu=2, env_vars={"OMP_NUM_THREADS": "1"}),
+    ]
+    workers = scheduler.create_workers(Job(role=role, replicas=3, tasks=specs))
+    for worker, count in zip(workers, (2, 1, 1), strict=True):
+        engine = Engine.create(scheduler, worker, Counter)
+        assert engine.call("environ", *THREADS) == dict.fromkeys(THREADS, str(count))
+        # By itself, torch uses at most the cores of the machine.
+        assert engine.call("apply", torch_threads) == count
 
 
-@pytest.mark.not_on("inline", "its workers have the script's own threads")
-@pytest.mark.parametrize(
-    ("spec", "count"),
-    [
-        (SchedulingSpec(cpu=2), 2),
-        (SchedulingSpec(cpu=0.5), 1),
-        (SchedulingSpec(cpu=2, env_vars={"OMP_NUM_THREADS": "1"}), 1),
-    ],
-    ids=["cpu=2", "cpu=0.5", "overridden"],
-)
-def test_environment_threads_follow_cpus(
-    scheduler: Scheduler, role: str, spec: SchedulingSpec, count: int
-) -> None:
-    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
-    engine = Engine.create(scheduler, worker, Counter)
-    assert engine.call("environ", *THREADS) == dict.fromkeys(THREADS, str(count))
-    # torch takes no more than the machine's cores by itself
-    assert engine.call("apply", torch_threads) == count
-
-
+@ray_smoke
 def test_environment_search_path(
     scheduler: Scheduler, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script extends sys.path; what it can import then, its workers can import."""
-    (tmp_path / "only_the_scripts_own.py").write_text(
+    """Workers import from the folders that the script has added to sys.path."""
+    (tmp_path / "module_of_script.py").write_text(
         "class Here:\n    def where(self):\n        return __file__\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     scheduler.create_workers(Job(role=role))
-    here = Engine.create(scheduler, f"{role}/0", "only_the_scripts_own.Here")
-    assert here.call("where") == str(tmp_path / "only_the_scripts_own.py")
+    here = Engine.create(scheduler, f"{role}/0", "module_of_script.Here")
+    assert here.call("where") == str(tmp_path / "module_of_script.py")
