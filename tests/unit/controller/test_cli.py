@@ -1,4 +1,4 @@
-"""The command line as a user runs it."""
+"""Tests of the commands plan and env."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from helmsman.controller.cli import main
-from tests.contract.helpers import ROOT
 
+ROOT = Path(__file__).parents[3]
 JOBS, CLUSTER = str(ROOT / "examples" / "jobs.yaml"), str(ROOT / "examples" / "cluster.yaml")
 
 
@@ -31,9 +31,7 @@ def test_plan_of_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", JOBS, "--cluster", CLUSTER]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["role", "ranks", "node", "devices", "ports"]
-    assert sum(line.startswith("train ") for line in lines) == 8, (
-        "a line for the ranks of each node"
-    )
+    assert sum(line.startswith("train ") for line in lines) == 8, "one line per node"
     assert lines[-1] == "128 devices on 17 of 21 nodes; 4 other nodes keep all of theirs free"
 
 
@@ -46,7 +44,7 @@ def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_that_does_not_fit(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
     jobs = files("jobs.toml", '[[jobs]]\nrole = "big"\ntasks = [{gpu = 9}]\n')
     assert main(["plan", jobs, "--cluster", CLUSTER]) == 1
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for fact in (
         "now or later",
         "9 GPU",
@@ -54,7 +52,7 @@ def test_plan_that_does_not_fit(files: Any, capsys: pytest.CaptureFixture[str]) 
         "short of 1 GPU",
         "Set SchedulingSpec.gpu to 8",
     ):
-        assert fact in told
+        assert fact in output
     assert main(["plan", jobs, "--cluster", CLUSTER, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["shortfall"]["missing"] == {"GPU": 1.0}
 
@@ -63,9 +61,9 @@ def test_plan_that_does_not_fit_now(files: Any, capsys: pytest.CaptureFixture[st
     cluster = files("cluster.yaml", "- {cpu: 8, gpu: 8, free: {gpu: 2}}")
     jobs = files("jobs.yaml", "- {role: r, tasks: [{gpu: 4}]}")
     assert main(["plan", jobs, "--cluster", cluster]) == 1
-    told = capsys.readouterr().out
-    assert "does not fit now, but would if the cluster were empty" in told
-    assert "short of 2 GPU" in told
+    output = capsys.readouterr().out
+    assert "does not fit now, but would if the cluster were empty" in output
+    assert "short of 2 GPU" in output
 
 
 @pytest.mark.parametrize(
@@ -73,21 +71,17 @@ def test_plan_that_does_not_fit_now(files: Any, capsys: pytest.CaptureFixture[st
     [
         (["plan", "nowhere.yaml", "--cluster", CLUSTER], ["nowhere.yaml", "No such file"]),
         (["plan", JOBS, "--cluster", JOBS], ["expected a list of nodes"]),
-        (
-            ["plan", JOBS, "--address", "127.0.0.1:9"],
-            ["no Ray cluster at '127.0.0.1:9'", "nothing answers"],
-        ),
     ],
 )
 def test_plan_refuses_invalid_input(
     capsys: pytest.CaptureFixture[str], arguments: list[str], facts: list[str]
 ) -> None:
     assert main(arguments) == 2
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     for fact in facts:
-        assert fact in told.err
-    assert "Traceback" not in told.err
-    assert told.out == ""
+        assert fact in output.err
+    assert "Traceback" not in output.err
+    assert output.out == ""
 
 
 def test_plan_of_an_invalid_job(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,13 +103,13 @@ def test_env(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "31")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
     assert main(["env"]) == 0
-    told = capsys.readouterr().out
-    shown = {line.split()[0]: line for line in told.splitlines() if line.strip()}
+    output = capsys.readouterr().out
+    shown = {line.split()[0]: line for line in output.splitlines() if line.strip()}
     assert "INFO" in shown["NCCL_DEBUG"]
     assert "HF_TOKEN" in shown
-    assert "hf_secret" not in told
+    assert "hf_secret" not in output
     assert "CUDA_VISIBLE_DEVICES" not in shown
-    assert "more reach no worker" in told
+    assert "more reach no worker" in output
     assert main(["env", "--all"]) == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "nowhere" in shown["CUDA_VISIBLE_DEVICES"]

@@ -1,4 +1,4 @@
-"""Waiting for work and for the signal to stop."""
+"""Tests of stop_signals, unless and status_printer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_stop_signals(number: signal.Signals, code: int) -> None:
     try:
         os.kill(os.getpid(), number)
         stopped = await asyncio.wait_for(stop, 10.0)
-        os.kill(os.getpid(), signal.SIGTERM)  # a second one, of an impatient user
+        os.kill(os.getpid(), signal.SIGTERM)  # a second signal changes nothing
         await asyncio.sleep(0)
         assert (stopped.number, stopped.exit_code) == (number, code)
         assert str(stopped) == f"this node received {number.name}"
@@ -41,7 +41,7 @@ async def test_stop_signals(number: signal.Signals, code: int) -> None:
 
 @pytest.mark.parametrize("ends_by", ["itself", "an error", "stop", "its caller"])
 async def test_unless(ends_by: str) -> None:
-    """Work has ended when its end is known, whichever task has ended it."""
+    """unless() returns after the end of its work, also when the work is cancelled."""
     stop: asyncio.Future[StoppedError] = asyncio.get_running_loop().create_future()
     begun, released = asyncio.Event(), asyncio.Event()
     events: list[str] = []
@@ -51,7 +51,7 @@ async def test_unless(ends_by: str) -> None:
         try:
             await released.wait()
         except asyncio.CancelledError:
-            await asyncio.sleep(0)  # as what has to be taken back does
+            await asyncio.sleep(0)  # the work awaits its clean-up
             events.append("cancelled")
             raise
         if ends_by == "an error":

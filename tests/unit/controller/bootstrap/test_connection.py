@@ -1,4 +1,4 @@
-"""Connections between supervisors: who is let in, what is understood, and when one is lost."""
+"""Tests of connections between supervisors: messages, loss and authentication."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ ALL = [
     Joined(),
     Waiting("1 of 4 nodes is missing: rank 2, wo bleibt er? ☎"),
     Ended("the script has ended"),
-    Leaving("told to", signal=15),
+    Leaving("stopped by a signal", signal=15),
 ]
 TLS = server_tls()
 
 
 class Listener:
-    """A head's port and its door, once one is opened."""
+    """Listening socket of a head, which authenticates its peers once it is open."""
 
     def __init__(self, *, tls: bool = True) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -73,14 +73,14 @@ class Listener:
         self._admitted: asyncio.Queue[Stream] = asyncio.Queue()
         self.port: int = self._socket.getsockname()[1]
         self.refused: asyncio.Queue[str] = asyncio.Queue()
-        """What was reported of those that are not taken."""
+        """Reports of refused connections."""
 
-    async def socket(self) -> socket.socket:
-        """The next connection."""
+    async def accept(self) -> socket.socket:
+        """Accept the next connection without authentication."""
         return (await asyncio.get_running_loop().sock_accept(self._socket))[0]
 
     def open(self, key: bytes = KEY) -> None:
-        """Let in those that have this key."""
+        """Accept peers that have this key."""
         self._door = Door(
             self._socket,
             key,
@@ -90,7 +90,7 @@ class Listener:
         )
 
     async def link(self, timeouts: LinkTimeouts = USUAL) -> PeerConnection:
-        """The next authenticated connection."""
+        """Return the next authenticated connection."""
         if self._door is None:
             self.open()
         return PeerConnection(await self._admitted.get(), timeouts)
@@ -109,7 +109,7 @@ async def listener(request: pytest.FixtureRequest) -> AsyncIterator[Listener]:
 
 
 async def connected(listener: Listener, timeouts: LinkTimeouts = USUAL) -> PeerConnection:
-    """A node's end."""
+    """Connect as a node."""
     return await connect("127.0.0.1", listener.port, KEY, timeouts, tls=listener.uses_tls)
 
 
@@ -117,7 +117,7 @@ async def connected(listener: Listener, timeouts: LinkTimeouts = USUAL) -> PeerC
 async def linked(
     listener: Listener, timeouts: LinkTimeouts = USUAL
 ) -> AsyncIterator[tuple[PeerConnection, PeerConnection]]:
-    """The head's end, and a node's."""
+    """Yield the head's and the node's end of a connection."""
     accepting = asyncio.ensure_future(listener.link(timeouts=timeouts))
     theirs = await connected(listener, timeouts)
     ours = await accepting
@@ -132,7 +132,7 @@ async def linked(
 async def raw(
     listener: Listener, timeouts: LinkTimeouts = USUAL
 ) -> AsyncIterator[tuple[PeerConnection, socket.socket]]:
-    """The head's end, and an authenticated peer that writes what it likes."""
+    """Yield the head's end of a connection, and the socket of its authenticated peer."""
     accepting = asyncio.ensure_future(listener.link(timeouts=timeouts))
     peer = await auth.connect(("127.0.0.1", listener.port), KEY, 5.0, tls=listener.uses_tls)
     peer.setblocking(True)
@@ -165,9 +165,7 @@ async def test_connection_carries_every_message_in_order(listener: Listener) -> 
 
 
 async def test_receive_loses_no_message_when_cancelled(listener: Listener) -> None:
-    """As one is where something else than a message comes first; the next reads on in the middle of
-    a message.
-    """
+    """The next receive() continues in the middle of a message."""
     message = framed(msgspec.msgpack.encode(Waiting("1 of 4")))
     async with raw(listener) as (ours, peer):
         for part in (message[:2], message[2:6], message[6:9]):
@@ -179,7 +177,7 @@ async def test_receive_loses_no_message_when_cancelled(listener: Listener) -> No
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "error"),
     [
         (framed(b"\xc1"), "a message of another version of Helmsman"),
         (
@@ -190,25 +188,24 @@ async def test_receive_loses_no_message_when_cancelled(listener: Listener) -> No
         (b"\xff\xff\xff\xff", "a message of -1 bytes was announced, expected at most 1048576"),
         (b"\x00\x00\x00\x09abc", "the connection was closed"),
     ],
-    ids=["no message", "of a later version", "without a field", "too long", "cut off"],
+    ids=["invalid", "unknown type", "missing field", "too long", "cut off"],
 )
-async def test_receive_invalid_message(listener: Listener, data: bytes, said: str) -> None:
+async def test_receive_invalid_message(listener: Listener, data: bytes, error: str) -> None:
     async with raw(listener) as (ours, peer):
         peer.sendall(data)
         peer.shutdown(socket.SHUT_WR)
-        with pytest.raises(PeerLostError, match=said):
+        with pytest.raises(PeerLostError, match=error):
             await ours.receive()
 
 
-# --- life -----------------------------------------------------------------------------------------
+# --- loss -----------------------------------------------------------------------------------------
 
 
 async def test_heartbeats_keep_a_connection(listener: Listener) -> None:
-    """Several times the silence that would end it."""
     timeouts = LinkTimeouts(heartbeat_s=0.02, silent_s=0.5)
     async with linked(listener, timeouts) as (ours, theirs):
         reading = asyncio.ensure_future(theirs.receive())
-        done, _ = await asyncio.wait({reading}, timeout=2.0 * timeouts.silent_s)
+        done, _ = await asyncio.wait({reading}, timeout=1.5 * timeouts.silent_s)
         assert not done
         assert await theirs.is_heard()
         ours.send(Joined())
@@ -216,8 +213,8 @@ async def test_heartbeats_keep_a_connection(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", framed(b"x" * 100)[:50]], ids=["nothing", "half a message"])
-async def test_connection_is_lost_by_silence(listener: Listener, sent: bytes) -> None:
-    """The peer's process is stopped, or its cable is out: nothing closes the connection."""
+async def test_connection_to_a_silent_peer(listener: Listener, sent: bytes) -> None:
+    """A stopped process or a lost network closes no connection."""
     async with raw(listener, BRIEF) as (ours, peer):
         peer.sendall(sent)
         with pytest.raises(PeerLostError, match=r"no data was received for 0\.2 s"):
@@ -240,17 +237,17 @@ async def test_connection_to_a_peer_that_exits_or_reads_nothing(listener: Listen
         await ours.close()
 
 
-# --- proof ----------------------------------------------------------------------------------------
+# --- authentication -------------------------------------------------------------------------------
 
 
-async def test_connect_with_tls_on_one_end_alone(listener: Listener) -> None:
+async def test_connect_with_tls_on_one_end_only(listener: Listener) -> None:
     listener.open()
     there, here = ("uses TLS", "does not") if listener.uses_tls else ("does not use TLS", "does")
-    said = (
+    error = (
         f"127.0.0.1:{listener.port} {there}, and this one {here}. Set HELMSMAN_TLS to the same "
         "value"
     )
-    with pytest.raises(ProtocolError, match=said):
+    with pytest.raises(ProtocolError, match=error):
         await connect("127.0.0.1", listener.port, KEY, USUAL, tls=not listener.uses_tls)
 
 
@@ -261,14 +258,14 @@ async def test_connect_to_an_invalid_host_name(host: str) -> None:
 
 
 async def test_connect_to_a_silent_head(listener: Listener) -> None:
-    """As one is that is stopped or overloaded: the kernel takes connections for it."""
+    """The kernel accepts connections for a head that is stopped or overloaded."""
     with pytest.raises(PeerLostError, match=r"connected, and then no data was received for 0\.2 s"):
         await connected(listener, BRIEF)
 
 
 async def test_connect_to_a_head_that_ends(listener: Listener) -> None:
     async def hang_up() -> None:
-        (await listener.socket()).close()
+        (await listener.accept()).close()
 
     ending = asyncio.ensure_future(hang_up())
     with pytest.raises(PeerLostError, match="it closed the connection"):
@@ -277,18 +274,18 @@ async def test_connect_to_a_head_that_ends(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "greeting",
     [
         b"SSH-2.0-OpenSSH_9.6\r\n",
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"\x00\x00\x00\x04what",
-        b"helmsman of old" + b"x" * 99,
+        b"\x00\x00\x00\x04data",
+        b"helmsman 0" + b"x" * 99,
     ],
 )
-async def test_connect_to_another_program(listener: Listener, said: bytes) -> None:
+async def test_connect_to_another_program(listener: Listener, greeting: bytes) -> None:
     connecting = asyncio.ensure_future(connected(listener))
-    with await listener.socket() as peer:
-        peer.sendall(said)
+    with await listener.accept() as peer:
+        peer.sendall(greeting)
         with pytest.raises(
             ProtocolError,
             match=f"127.0.0.1:{listener.port} did not prove that it belongs to this run",
@@ -297,13 +294,13 @@ async def test_connect_to_another_program(listener: Listener, said: bytes) -> No
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff" + b"\xff" * 8, b"\x00\x00"]
+    "greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff" + b"\xff" * 8, b"\x00\x00"]
 )
-async def test_door_refuses_another_program(listener: Listener, said: bytes) -> None:
-    """A port scanner, a browser, a peer that closes in the middle of a word."""
+async def test_door_refuses_another_program(listener: Listener, greeting: bytes) -> None:
+    """Examples are a port scanner, a browser, and a peer that closes within a message."""
     listener.open()
     with socket.create_connection(("127.0.0.1", listener.port)) as peer:
-        peer.sendall(said)
+        peer.sendall(greeting)
         peer.shutdown(socket.SHUT_WR)
         assert await listener.refused.get() == (
             "a process on 127.0.0.1 was refused: it did not prove that it belongs to this run"
@@ -312,19 +309,17 @@ async def test_door_refuses_another_program(listener: Listener, said: bytes) -> 
 
 
 async def test_door_closes_beside_a_silent_peer(listener: Listener) -> None:
-    """The end of a head must not wait for one that connects and says nothing, and closes its
-    connection.
-    """
+    """close() closes the connection of a peer that sends nothing."""
     listener.open()
     with socket.create_connection(("127.0.0.1", listener.port)) as peer:
         peer.settimeout(10.0)
-        assert await asyncio.to_thread(peer.recv, 8) == b"helmsman"  # it is accepted
+        assert await asyncio.to_thread(peer.recv, 8) == b"helmsman"  # the peer is connected
         listener.close()
         assert await asyncio.to_thread(ended, peer)
 
 
 def ended(peer: Any) -> bool:
-    """Whether the other end closes it, within a generous time."""
+    """Wait until the other end closes the connection; fail after 10 s."""
     peer.settimeout(10.0)
     with contextlib.suppress(ConnectionError):
         while peer.recv(4096):

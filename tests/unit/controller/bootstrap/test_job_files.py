@@ -1,4 +1,4 @@
-"""The job files of docs/launchers.md are what the page says, down to each node's rank and head."""
+"""Test that the job files of docs/launchers.md start nodes with the ranks that the page states."""
 
 from __future__ import annotations
 
@@ -28,27 +28,25 @@ BLOCKS: dict[str, tuple[str, str]] = {
     for heading, body in SECTIONS.items()
     if (found := re.findall(r"^```(\w+)\n(.*?)^```$", body, re.DOTALL | re.MULTILINE))
 }
-"""Heading -> language and text of its job file; a section has one at most."""
+"""Heading -> language and text of its job file; a section has at most one."""
 NUM_NODES, NUM_GPUS = 4, 8
 AFTER_GRACE_S = 10.0
-"""Seconds that a launcher is to wait longer than --grace, as the page says."""
+"""Seconds that a launcher waits beyond --grace, as the page states."""
 TOKEN = "5ec2e7"
 
 
 class Launcher(NamedTuple):
-    """A launcher's part in its job file."""
+    """Properties of a launcher and of its job file."""
 
     name: str
-    """In identify_node."""
+    """Name that identify_node reports."""
     head: str
     variables: str
-    """That it sets on a node."""
+    """Variables that it sets on a node; RANK stands for the node's rank."""
     program: str = "helmsman"
-    """The first program that its shell script calls; the launcher's own, where that starts the
-    nodes.
-    """
+    """First program that its shell script calls: the launcher, if that starts the nodes."""
     arguments: tuple[str, ...] = ()
-    """Of its shell script."""
+    """Arguments of its shell script."""
 
 
 LAUNCHERS = {
@@ -113,16 +111,13 @@ LAUNCHERS = {
 def run_shell(
     text: str, folder: Path, program: str, *arguments: str
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and environment with which a shell script calls ``program``, for which
-    another stands in.
-    """
-    binaries, noted = folder / "bin", folder / "noted.json"
+    """Run a shell script; return the command line and environment of its call of ``program``."""
+    binaries, call = folder / "bin", folder / "call.json"
     binaries.mkdir()
-    note = (
-        f"import json, os, sys\njson.dump([sys.argv, dict(os.environ)], open({str(noted)!r}, "
-        "'w'))\n"
+    record = (
+        f"import json, os, sys\njson.dump([sys.argv, dict(os.environ)], open({str(call)!r}, 'w'))\n"
     )
-    (binaries / program).write_text(f"#!{sys.executable}\n{note}")
+    (binaries / program).write_text(f"#!{sys.executable}\n{record}")
     (binaries / "openssl").write_text(f"#!/bin/sh\necho {TOKEN}\n")
     for path in binaries.iterdir():
         path.chmod(0o755)
@@ -133,17 +128,17 @@ def run_shell(
         "HOME": str(folder),
         "SLURM_CPUS_PER_TASK": "96",
     }
-    # of a Ray of the launcher's own
+    # the launcher has a Ray of its own
     environ["RAY_ADDRESS"] = "10.1.0.4:6380" if "RAY_ADDRESS" in text else ""
     subprocess.run(
         ["bash", "train.sh", *arguments], cwd=folder, env=environ, check=True, timeout=30
     )
-    (_, *argv), seen = json.loads(noted.read_text())
+    (_, *argv), seen = json.loads(call.read_text())
     return [program, *argv], seen
 
 
 def maps_in(value: Any) -> Iterator[dict[str, Any]]:
-    """All mappings in a YAML document."""
+    """Yield all mappings in a YAML document."""
     if isinstance(value, dict):
         yield value
     for each in (
@@ -153,9 +148,7 @@ def maps_in(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def command_of(heading: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The command of each node, with the launcher's own part before it, and the environment that
-    the job file gives it.
-    """
+    """Return the command of each node, after that of the launcher, and its environment."""
     language, text = BLOCKS[heading]
     launcher = LAUNCHERS[heading]
     if language == "yaml":
@@ -171,7 +164,7 @@ def command_of(heading: str, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def parsed(command: list[str]) -> argparse.Namespace:
-    """The options of ``helmsman up``, whose program is the page's."""
+    """Parse the options of ``helmsman up``, and check its program."""
     options = _parser().parse_args(command[command.index("helmsman") + 1 :])
     assert [each for each in options.program if each != "--"] == ["python", "train.py"]
     return options
@@ -180,12 +173,12 @@ def parsed(command: list[str]) -> argparse.Namespace:
 @pytest.mark.parametrize("heading", LAUNCHERS)
 def test_job_file(heading: str, tmp_path: Path) -> None:
     launcher, text = LAUNCHERS[heading], BLOCKS[heading][1]
-    command, given = command_of(heading, tmp_path)
+    command, inherited = command_of(heading, tmp_path)
     options = parsed(command)
     assert options.gpus == NUM_GPUS
     assert "HELMSMAN_TOKEN" in SECTIONS[heading] or options.token_file
     if launcher.program in ("srun", "mpirun"):
-        assert given["HELMSMAN_TOKEN"] == TOKEN
+        assert inherited["HELMSMAN_TOKEN"] == TOKEN
     for wait_s in re.findall(r"terminationGracePeriodSeconds: (\d+)|TERM@(\d+)", text):
         assert float(max(wait_s)) >= options.grace + AFTER_GRACE_S
     (row,) = re.findall(rf"^\| {re.escape(launcher.name)} \| (.*) \|$", PAGE, re.MULTILINE)
@@ -195,7 +188,7 @@ def test_job_file(heading: str, tmp_path: Path) -> None:
     for rank in range(NUM_NODES):
         own = dict(each.split("=") for each in launcher.variables.split("; "))
         own |= {name: value.replace("RANK", str(rank)) for name, value in own.items()}
-        environ = {name: value for name, value in given.items() if value} | own
+        environ = {name: value for name, value in inherited.items() if value} | own
         found = identify_node(
             environ, rank=options.node_rank, count=options.num_nodes, head=options.head
         )
@@ -205,10 +198,10 @@ def test_job_file(heading: str, tmp_path: Path) -> None:
             NUM_NODES,
             launcher.head,
         )
-        for field, said in found.said_by.items():
-            (name,) = re.findall(r"^(?:first of )?(--[a-z-]+|[A-Z_]+)", said)
+        for field, source in found.said_by.items():
+            (name,) = re.findall(r"^(?:first of )?(--[a-z-]+|[A-Z_]+)", source)
             assert f"`{name}`" in cells[field], (
-                f"the page has {cells[field]} for the {field}, which is from {said}"
+                f"the page names {cells[field]} as source of the {field}, which is {source}"
             )
 
 
@@ -238,7 +231,7 @@ def test_job_file(heading: str, tmp_path: Path) -> None:
             "hostNetworking: true",
             "secret: ",
         ),
-        # SkyPilot's own Ray listens on 6380
+        # the Ray of SkyPilot listens on 6380
         "SkyPilot": (
             "num_nodes: 4",
             "H100:8",
@@ -258,7 +251,7 @@ def test_job_file(heading: str, tmp_path: Path) -> None:
         "Open MPI": ("-np 4", "--map-by ppr:1:node", "-x HELMSMAN_TOKEN"),
     }.items(),
 )
-def test_job_file_asks_for_the_nodes(heading: str, facts: tuple[str, ...]) -> None:
+def test_job_file_requests_nodes(heading: str, facts: tuple[str, ...]) -> None:
     for fact in facts:
         assert fact in BLOCKS[heading][1]
 
@@ -282,8 +275,8 @@ def test_job_file_of_kuberay() -> None:
     assert f"RayScheduler(num_nodes={NUM_NODES + 1})" in PAGE
 
 
-def test_job_file_of_flags_alone(tmp_path: Path) -> None:
-    for rank in range(NUM_NODES):
+def test_job_file_with_flags_only(tmp_path: Path) -> None:
+    for rank in (0, NUM_NODES - 1):
         (folder := tmp_path / str(rank)).mkdir()
         options = parsed(
             run_shell(BLOCKS["Anything else"][1], folder, "helmsman", str(rank), "gpu07")[0]

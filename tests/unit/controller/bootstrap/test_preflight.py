@@ -1,12 +1,14 @@
-"""What is told of a node before anything is started."""
+"""Tests of the checks of a node before its Ray starts."""
 
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import cloudpickle
@@ -14,14 +16,14 @@ import msgspec
 import pytest
 
 from helmsman.api.errors import PreflightError
-from helmsman.controller._bootstrap.preflight import node_address, require_port
+from helmsman.controller._bootstrap.preflight import node_address, require_port, versions
 from helmsman.controller._node.launchers import NodeIdentity
 from helmsman.controller._node.observation import address_towards
-from tests.contract.helpers import ROOT
 
+ROOT = Path(__file__).parents[4]
 ALONE = NodeIdentity(launcher="flags", rank=0, count=1)
 HEAD = NodeIdentity(launcher="flags", rank=0, count=3)
-WHAT = ("of the head's Ray", "--port")
+PORT_NAME = ("of the head's Ray", "--port")
 
 LISTENS = """
 import socket, sys
@@ -32,16 +34,17 @@ WAITS = LISTENS + "listener.accept()[0].recv(1)\nsys.stdin.read()"
 ANSWERS = LISTENS + "listener.accept()[0].sendall({})\nsys.stdin.read()"
 
 AS_OTHER_USER = """
-# Python finds encodings.idna late, where another user may not look
+# Python imports encodings.idna late, and another user may not read it
 import encodings.idna, os, sys
 from helmsman.controller._bootstrap.up import require_port
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
-try:
-    require_port(int(sys.argv[1]), "of the head", "--port", listens=True)
-except ValueError as error:
-    print(error)
+for port in sys.argv[1:]:
+    try:
+        require_port(int(port), "of the head", "--port", listens=True)
+    except ValueError as error:
+        print(error)
 """
 WITHOUT_RAY = """
 from helmsman.controller._bootstrap.up import versions
@@ -76,9 +79,7 @@ def listen() -> Iterator[Listen]:
 
 
 def test_require_port_that_is_free() -> None:
-    """Also one that the kernel keeps after a connection for a minute from those who do not ask to
-    reuse it, as Ray does.
-    """
+    """A port in TIME_WAIT is free, since Ray sets SO_REUSEADDR."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as peer,
@@ -86,8 +87,8 @@ def test_require_port_that_is_free() -> None:
         port = listener.getsockname()[1]
         listener.accept()[0].close()
         peer.recv(1)
-    for _ in range(2):  # the first has not taken it
-        require_port(port, *WHAT, listens=True)
+    for _ in range(2):  # a check leaves the port free
+        require_port(port, *PORT_NAME, listens=True)
 
 
 @pytest.mark.parametrize("port", [-1, 0, 65_536, 1 << 70])
@@ -96,68 +97,57 @@ def test_require_port_out_of_range(port: int) -> None:
         PreflightError,
         match=f"port {port}, of the head's Ray, is invalid: expected 1 to 65535.*with --port",
     ):
-        require_port(port, *WHAT, listens=False)
+        require_port(port, *PORT_NAME, listens=False)
 
 
 @pytest.mark.parametrize(
-    "who", ["a foreign program", "another run of helmsman up", "another Ray cluster"]
+    "holder", ["a foreign program", "another run of helmsman up", "another Ray cluster"]
 )
-def test_require_port_names_its_holder(listen: Listen, tmp_path: Path, who: str) -> None:
-    """A Ray cluster is known by the program of its head, of which the process table has the
-    name.
-    """
+def test_require_port_names_its_holder(listen: Listen, tmp_path: Path, holder: str) -> None:
+    """The program name of the process identifies the head of a Ray cluster."""
     gcs = tmp_path / "gcs_server"
     gcs.symlink_to(sys.executable)
-    arguments = ("helmsman", "up", "--port", "6379") if "helmsman" in who else ()
+    arguments = ("helmsman", "up", "--port", "6379") if "helmsman" in holder else ()
     port, pid = listen(
-        f"'{who}'\n{WAITS}", *arguments, program=str(gcs) if "Ray" in who else sys.executable
+        f"'{holder}'\n{WAITS}", *arguments, program=str(gcs) if "Ray" in holder else sys.executable
     )
     with pytest.raises(PreflightError) as caught:
-        require_port(port, *WHAT, listens=True)
+        require_port(port, *PORT_NAME, listens=True)
     for fact in (
         f"port {port}, of the head's Ray",
-        f"held by {who} (pid {pid}: ",
+        f"held by {holder} (pid {pid}: ",
         "with --port, the same on all nodes",
     ):
         assert fact in str(caught.value)
 
 
 @pytest.mark.root
-@pytest.mark.skipif(
-    os.geteuid() != 0, reason="acts as another user, who may not see whose port it is"
-)
-@pytest.mark.parametrize(
-    ("source", "who"),
-    [
-        (
-            ANSWERS.format(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])),
-            (
-                "a program that speaks gRPC, most likely the head of another Ray cluster, of "
-                "another user or container"
-            ),
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as another user")
+def test_require_port_held_by_another_user(listen: Listen) -> None:
+    """The error shows no pid, which the user may not see."""
+    held = "held by a program, of another user or container"
+    cases = {
+        ANSWERS.format(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])): (
+            "a program that speaks gRPC, most likely the head of another Ray cluster, of another "
+            "user or container"
         ),
-        (
-            ANSWERS.format(b"HTTP/1.1 400 Bad Request"),
-            "held by a program, of another user or container",
-        ),
-        (WAITS, "held by a program, of another user or container"),
-    ],
-    ids=["HTTP/2", "HTTP/1", "says nothing"],
-)
-def test_require_port_held_by_another_user(listen: Listen, source: str, who: str) -> None:
-    port, pid = listen(source)
-    told = subprocess.run(
-        [sys.executable, "-c", AS_OTHER_USER, str(port)],
+        ANSWERS.format(b"HTTP/1.1 400 Bad Request"): held,
+        WAITS: held,
+    }
+    listeners = [listen(source) for source in cases]
+    output = subprocess.run(
+        [sys.executable, "-c", AS_OTHER_USER, *(str(port) for port, _ in listeners)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert who in told
-    assert str(pid) not in told
+    for line, message, (_, pid) in zip(output.splitlines(), cases.values(), listeners, strict=True):
+        assert message in line
+        assert str(pid) not in line
 
 
-# --- the address ----------------------------------------------------------------------------------
+# --- address --------------------------------------------------------------------------------------
 
 
 def rank_one(head: str) -> NodeIdentity:
@@ -165,10 +155,10 @@ def rank_one(head: str) -> NodeIdentity:
 
 
 def here() -> str:
-    """The address of this machine that others reach."""
+    """Return the address of this machine on the network, or skip the test."""
     address = address_towards("")
     if not address or address.startswith("127."):
-        pytest.skip("this machine has no route to anywhere")
+        pytest.skip("this machine has no network")
     return address
 
 
@@ -185,7 +175,7 @@ def test_node_address_by_route_and_interface() -> None:
     assert node_address(HEAD, interface) == (address, interface)
     assert node_address(rank_one(address), "") == (address, interface)
     assert node_address(rank_one("head.invalid"), "")[0] == here(), (
-        "a name may come with its pod, as in Kubernetes"
+        "a name in Kubernetes may appear later, with its pod"
     )
 
 
@@ -217,7 +207,7 @@ def test_node_address_by_route_and_interface() -> None:
         ),
     ],
 )
-def test_node_address_that_others_cannot_reach(
+def test_node_address_unreachable_by_others(
     identity: NodeIdentity, interface: str, facts: tuple[str, ...]
 ) -> None:
     with pytest.raises(PreflightError) as caught:
@@ -232,14 +222,14 @@ def test_node_address_that_others_cannot_reach(
 def test_versions_without_ray(tmp_path: Path) -> None:
     for package in (msgspec, cloudpickle):
         (tmp_path / package.__name__).symlink_to(Path(package.__file__).parent)  # type: ignore[arg-type]
-    told = subprocess.run(
-        [sys.executable, "-S", "-c", WITHOUT_RAY],  # which leaves the installed packages out
+    output = subprocess.run(
+        [sys.executable, "-S", "-c", WITHOUT_RAY],  # -S hides the installed packages
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert told == "Ray is not installed on this node: pip install 'helmsman[ray]'\n"
+    assert output == "Ray is not installed on this node: pip install 'helmsman[ray]'\n"
 
 
 def test_versions() -> None:

@@ -1,4 +1,4 @@
-"""What ``helmsman up`` sets: its defaults, who overrides whom, and sizes that fit."""
+"""Tests of the settings of ``helmsman up``: variables, resources, object store and memory."""
 
 from __future__ import annotations
 
@@ -54,28 +54,8 @@ def test_cluster_defaults_are_unique_with_reasons(num_nodes: int) -> None:
     assert not any(default.name.startswith("RAY_") for default in own)
 
 
-def test_cluster_defaults_are_variables_of_ray() -> None:
-    """A name that Ray does not read would be a promise without effect."""
-    ray = pytest.importorskip("ray")
-    home = Path(ray.__file__).parent
-    names = {
-        each.name.removeprefix("RAY_").encode()
-        for each in (*cluster_defaults(1), *cluster_defaults(MANY_NODES))
-    }
-    binaries = [home / "_raylet.so", home / "core" / "src" / "ray" / "raylet" / "raylet"]
-    for path in (
-        *binaries,
-        *(path for folder in ("_private", "_common") for path in (home / folder).rglob("*.py")),
-    ):
-        content = path.read_bytes()
-        names = {name for name in names if name not in content}
-    assert not names
-
-
 def test_cluster_defaults_by_number_of_nodes() -> None:
-    """Few nodes detect a lost host soon; with many, thousands of workers keep the head too busy for
-    that.
-    """
+    """Few nodes detect a lost host soon; the head of many nodes is too busy for that."""
 
     def seconds(num_nodes: int) -> float:
         values = {
@@ -94,24 +74,24 @@ def test_cluster_defaults_by_number_of_nodes() -> None:
     assert (seconds(1), seconds(MANY_NODES)) == (10, 120)
 
 
-def test_variables_of_the_user_come_before_defaults() -> None:
-    """And those of flags before all; an empty value is a value."""
-    environ = {"B": "", "C": "from outside", "D": "no default"}
-    found = variables(TABLE, environ, {"C": "a flag's", "E": "no default"})
+def test_variables_precedence() -> None:
+    """Flags come first, then the environment, then defaults; an empty value is a value."""
+    environ = {"B": "", "C": "from the environment", "D": "no default"}
+    found = variables(TABLE, environ, {"C": "from a flag", "E": "no default"})
     assert found == [
         Setting("A", "1", "of A"),
         Setting("B", "", "of B", "your environment"),
-        Setting("C", "a flag's", "of C", "--env"),
+        Setting("C", "from a flag", "of C", "--env"),
     ]
     lines = [re.split(r"\s{2,}", line.strip()) for line in shown(found).splitlines()]
     assert lines == [
         ["A=1", "default", "of A"],
         ["B=", "your environment", "of B"],
-        ["C=a flag's", "--env", "of C"],
+        ["C=from a flag", "--env", "of C"],
     ]
 
 
-def test_of_address_binds_to_a_named_interface_alone() -> None:
+def test_of_address_with_a_named_interface() -> None:
     assert {each.name: each.value for each in of_address("10.0.0.1", "", chosen=False)} == {
         "VLLM_HOST_IP": "10.0.0.1"
     }
@@ -136,9 +116,9 @@ def test_shown_masks_secrets() -> None:
 def test_parse_variables() -> None:
     assert parse_variables([]) == {}
     assert parse_variables(["A=1", "B=x=y", "C=", "A=2"]) == {"A": "2", "B": "x=y", "C": ""}
-    for given in ("A", "=1", "", "A B=1", "1A=2", "-A=1"):
-        with pytest.raises(PreflightError, match=re.escape(f"--env {given!r} is not NAME=VALUE")):
-            parse_variables(["GOOD=1", given])
+    for text in ("A", "=1", "", "A B=1", "1A=2", "-A=1"):
+        with pytest.raises(PreflightError, match=re.escape(f"--env {text!r} is not NAME=VALUE")):
+            parse_variables(["GOOD=1", text])
     with pytest.raises(PreflightError, match=re.escape("--env 'MY-TOKEN=***' is not NAME=VALUE")):
         parse_variables(["MY-TOKEN=hunter2"])
 
@@ -187,8 +167,8 @@ def test_parse_resources_not_an_object(text: str) -> None:
 def test_parse_resources_of_wrong_amounts() -> None:
     with pytest.raises(PreflightError, match="negative amount of GPU, disk"):
         parse_resources('{"CPU": 1, "GPU": -1, "disk": -0.5}')
-    said = "has 7.5 CPU, 0.5 GPU, expected whole numbers; round them down"
-    with pytest.raises(PreflightError, match=re.escape(said)):
+    error = "has 7.5 CPU, 0.5 GPU, expected whole numbers; round them down"
+    with pytest.raises(PreflightError, match=re.escape(error)):
         parse_resources('{"CPU": 7.5, "GPU": 0.5, "disk": 0.5}')
 
 
@@ -206,35 +186,35 @@ def test_parse_resources_of_wrong_amounts() -> None:
     ],
     ids=[
         "a share of the memory",
-        "at most what /dev/shm has",
-        "never more than 200 GiB",
-        "never less than Ray takes",
-        "leaves memory for Ray",
+        "limited by /dev/shm",
+        "limited to 200 GiB",
+        "least that Ray accepts",
+        "memory beside the store",
     ],
 )
 def test_object_store_bytes_by_default(available: int, shm_free: int, expected: int) -> None:
     assert object_store_bytes(None, available, shm_free) == expected
     assert object_store_bytes(9.5, 10 * GIB, 10 * GIB) == int(9.5 * GIB), (
-        "as asked, also more than a share of the memory"
+        "a requested size may exceed the default share"
     )
 
 
 @pytest.mark.parametrize(
-    ("asked", "available", "shm_free", "facts"),
+    ("requested", "available", "shm_free", "facts"),
     [
         *(
             (
-                asked,
+                requested,
                 100 * GIB,
                 10 * GIB,
                 (
-                    f"--object-store {asked:g} GiB",
+                    f"--object-store {requested:g} GiB",
                     "10.0 GiB free",
                     "needs 80.0 MiB",
                     "Ask for less",
                 ),
             )
-            for asked in (9.6, 0.01, 0.0, -1.0, float("nan"), float("inf"))
+            for requested in (9.6, 0.01, 0.0, -1.0, float("nan"), float("inf"))
         ),
         (2.0, 2 * GIB, 9 * GIB, ("2 GiB: /dev/shm has 9.0 GiB free, and 2.0 GiB of memory",)),
         (None, 100 * GIB, 64 << 20, ("64.0 MiB free", "needs 80.0 MiB", "--shm-size", "emptyDir")),
@@ -251,10 +231,10 @@ def test_object_store_bytes_by_default(available: int, shm_free: int, expected: 
     ],
 )
 def test_object_store_bytes_refuses(
-    asked: float | None, available: int, shm_free: int, facts: tuple[str, ...]
+    requested: float | None, available: int, shm_free: int, facts: tuple[str, ...]
 ) -> None:
     with pytest.raises(PreflightError) as caught:
-        object_store_bytes(asked, available, shm_free)
+        object_store_bytes(requested, available, shm_free)
     for fact in facts:
         assert fact in str(caught.value)
 
@@ -267,7 +247,7 @@ def test_cpus_allowed_by_slurm() -> None:
     assert 0 < here <= len(os.sched_getaffinity(0))
     assert cpus_allowed({"SLURM_CPUS_ON_NODE": "1"}) == min(1.0, here)
     assert cpus_allowed({"SLURM_CPUS_ON_NODE": "100000"}) == here, (
-        "a step may be bound to fewer than its job has"
+        "a step may have fewer CPUs than its job"
     )
     for text in ("", "many", "-1", "2(x3)"):
         assert cpus_allowed({"SLURM_CPUS_ON_NODE": text}) == here
@@ -281,7 +261,7 @@ def test_cpus_allowed_by_slurm() -> None:
     [
         ({"SLURM_MEM_PER_NODE": "200"}, 200 << 20),
         ({"SLURM_MEM_PER_CPU": "50", "SLURM_CPUS_ON_NODE": "3"}, 150 << 20),
-        ({"SLURM_MEM_PER_NODE": "0"}, None),  # all of the node
+        ({"SLURM_MEM_PER_NODE": "0"}, None),  # all memory of the node
         ({"SLURM_MEM_PER_NODE": "900000000"}, None),
         ({"SLURM_MEM_PER_NODE": "4G"}, None),
         ({"SLURM_MEM_PER_CPU": "50"}, None),
@@ -304,9 +284,7 @@ def _group(folder: Path, **files: str) -> None:
     "path", ["/slurm/job_7", "/docker/abc"], ids=["of the host", "hidden from a container"]
 )
 def test_memory_groups_of_both_versions(tmp_path: Path, path: str) -> None:
-    """Files in memory do not count as used; a container does not see the path that its processes
-    have on the host.
-    """
+    """Cached files do not count as used, and a container does not see the paths of its host."""
     own = tmp_path / "own"
     own.write_text(f"4:memory:{path}\n1:name=systemd:/\n0::{path}\n")
     two, one = tmp_path / "two", tmp_path / "one"

@@ -1,4 +1,4 @@
-"""Rules about states of nodes and workers that a test cannot cause: functions of snapshots."""
+"""Tests of the rules of diagnose_run on snapshots of runs."""
 
 from __future__ import annotations
 
@@ -158,19 +158,19 @@ IDLE_THREAD = StackTrace(
         ),
     ],
 )
-def test_waits_for_names_what_the_script_does(frame: Frame, text: str) -> None:
+def test_waits_for_describes_the_script(frame: Frame, text: str) -> None:
     script = report(stacks=[StackTrace(thread="main", frames=[frame])])
     assert diagnosed(run(script=script)).waits_for == f"No call is open; {text}"
 
 
-def test_script_that_waits_for_another_run_of_its_own() -> None:
+def test_script_waits_for_helmsman() -> None:
     frames = [*RECEIVES.frames, Frame("/opt/helmsman/controller/_aio/event_loop.py", 7, "run", "")]
     script = report(stacks=[StackTrace(thread="main", frames=frames)])
     assert diagnosed(run(worker("a/0"), script=script, idle_s=60.0)).findings == []
 
 
-def test_script_whose_tasks_end() -> None:
-    """It awaits hundreds of judges, a few at a time."""
+def test_script_with_tasks_that_end() -> None:
+    """The script awaits hundreds of judges, a few at a time."""
     judges = Frame("/home/me/train.py", 30, "judge", "async with slots:")
     tasks = [StackTrace(thread="task judge", frames=[judges])] * 3
     now = run(worker("a/0"), script=report(stacks=[RECEIVES, *tasks[1:]]), idle_s=60.0)
@@ -179,7 +179,7 @@ def test_script_whose_tasks_end() -> None:
     assert only(now).rule == "script waits"
 
 
-def test_rollout_whose_instances_are_all_drained() -> None:
+def test_rollout_with_all_instances_drained() -> None:
     rollout = RolloutSnapshot(
         role="rollout",
         num_queued=1,
@@ -209,7 +209,7 @@ def test_why_text_shows_no_terminal_codes() -> None:
 
 
 def test_script_sleeps_beside_idle_threads() -> None:
-    """Helmsman's loop starts such a thread when a worker's answer is late."""
+    """Helmsman starts such a thread when the reply of a worker is late."""
     script = report(stacks=[SLEEPS, IDLE_THREAD])
     assert diagnosed(run(worker("a/0"), script=script, idle_s=60.0)).findings == []
 
@@ -313,8 +313,8 @@ def test_nccl_ranks(fields: dict[str, Any], rule: str, text: str) -> None:
     assert f"a/1, rank 1 of NCCL communicator 0xa, {text}" in finding.cause
 
 
-def test_rank_that_computes_is_slow_only() -> None:
-    """Beside ranks that wait for it, until it takes ten times as long as usual."""
+def test_rank_that_computes() -> None:
+    """A slow rank becomes a problem when it takes ten times as long as usual."""
     waits = Frame("/home/me/train.py", 210, "train_batch", "dist.all_reduce(grad)")
     loads = Frame("/home/me/data.py", 88, "load", "json.loads(line)")
     for age_s, cpu_s, is_healthy in (

@@ -1,11 +1,10 @@
-"""Device masks: computed from grants, masks and files, without a driver library."""
+"""Tests of device masks and DevicePool."""
 
 from __future__ import annotations
 
 import pytest
 
 from helmsman.api.errors import DeviceMismatchError
-from helmsman.api.platforms import PLATFORMS
 from helmsman.controller._node.devices import DevicePool, detect_devices, physical_ids, visibility
 
 CUDA, NPU = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
@@ -20,8 +19,8 @@ def test_visibility_shows_only_the_own_kind() -> None:
 @pytest.mark.parametrize(("kind", "variable"), [("cuda", CUDA), ("npu", NPU)])
 def test_physical_ids(kind: str, variable: str) -> None:
     for granted, raylet_mask, found in [
-        (["5", "4"], "4,5,6,7", [(0, "4"), (1, "5")]),  # physical, as Ray gives them
-        (["0", "3"], "4,5,6,7", [(0, "4"), (3, "7")]),  # logical
+        (["5", "4"], "4,5,6,7", [(0, "4"), (1, "5")]),  # physical ids of Ray
+        (["0", "3"], "4,5,6,7", [(0, "4"), (3, "7")]),  # logical ids
         (["2", "0"], "7,2,0", [(1, "2"), (2, "0")]),  # physical, in the order of the mask
         (["GPU-b", "GPU-a"], "GPU-a,GPU-b", [(0, "GPU-a"), (1, "GPU-b")]),
         (["1"], "GPU-a, MIG-b", [(1, "MIG-b")]),
@@ -41,17 +40,6 @@ def test_visibility_rejects_ids_outside_the_mask() -> None:
         visibility("cuda", ["6", "8"], "4,5")
     for fact in ("the raylet", "cuda 6,8", "CUDA_VISIBLE_DEVICES='4,5'", "has no such devices"):
         assert fact in str(caught.value)
-
-
-def test_platforms_match_ray() -> None:
-    accelerators = pytest.importorskip(
-        "ray._private.accelerators", reason="the constants are Ray's"
-    )
-    for info in PLATFORMS.values():
-        if info.visibility_env_var:
-            manager = accelerators.get_accelerator_manager_for_resource(info.ray_resource)
-            assert manager.get_resource_name() == info.ray_resource
-            assert manager.get_visible_accelerator_ids_env_var() == info.visibility_env_var
 
 
 def test_detect_devices_follows_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:

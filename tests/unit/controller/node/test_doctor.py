@@ -1,4 +1,4 @@
-"""The doctor: what is found on a machine, and what is thought of it."""
+"""Tests of ``helmsman doctor``: observations of a node, and their judgement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helmsman.controller._node.checks import Check, diagnose, judge
 from helmsman.controller._node.observation import Observed, address_towards, observe, skew_s
 from helmsman.controller.cli import NO, OK, main
 
-WELL = Observed(
+NODE = Observed(
     address="10.0.0.1",
     launcher="Slurm: node 0 of 2",
     versions={"helmsman": "0.1.0", "ray": "2.60.0", "torch": "2.13.0"},
@@ -45,15 +45,15 @@ WELL = Observed(
 def check(name: str, **changes: Any) -> Check:
     (found,) = [
         each
-        for each in judge(msgspec.structs.replace(WELL, **changes), num_devices=8)
+        for each in judge(msgspec.structs.replace(NODE, **changes), num_devices=8)
         if each.name == name
     ]
     return found
 
 
-def test_judge_a_node_that_is_well() -> None:
-    assert {each.state for each in judge(WELL, num_devices=8)} == {"ok"}
-    assert not any(each.advice for each in judge(WELL))
+def test_judge_healthy_node() -> None:
+    assert {each.state for each in judge(NODE, num_devices=8)} == {"ok"}
+    assert not any(each.advice for each in judge(NODE))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_judge_a_node_that_is_well() -> None:
         ("shared memory", {"segments": "none"}, "warn", "none", "Linux"),
     ],
 )
-def test_judge_names_what_is_wrong(
+def test_judge_names_the_problem(
     name: str, changes: dict[str, Any], state: str, value: str, advice: str
 ) -> None:
     found = check(name, **changes)
@@ -123,7 +123,7 @@ def test_judge_names_what_is_wrong(
     assert advice in found.advice
 
 
-def test_judge_a_proxy_that_spares_this_node() -> None:
+def test_judge_proxy_with_exceptions() -> None:
     assert (
         check("proxies", proxies={"http_proxy": "http://p"}, no_proxy="localhost, 10.0.0.1").state
         == "ok"
@@ -132,11 +132,14 @@ def test_judge_a_proxy_that_spares_this_node() -> None:
     assert check("proxies", proxies={"http_proxy": "http://p"}, no_proxy="10.0.0.10").state == "bad"
 
 
-def test_diagnose_nodes_that_differ() -> None:
+def test_diagnose_different_nodes() -> None:
     other = msgspec.structs.replace(
-        WELL, versions={"helmsman": "0.1.0", "ray": "2.59.0"}, python="3.12.3", kernel="Linux 5.15"
+        NODE,
+        versions={"helmsman": "0.1.0", "ray": "2.59.0"},
+        python="3.12.3",
+        kernel="Linux 5.15",
     )
-    found = diagnose({"a": WELL, "b": WELL, "c": other}, skews_s={"a": 0.0, "b": 0.1, "c": 7.5})
+    found = diagnose({"a": NODE, "b": NODE, "c": other}, skews_s={"a": 0.0, "b": 0.1, "c": 7.5})
     between = {each.name: each for each in found.between}
     assert {name for name, each in between.items() if each.state == "bad"} == {
         "python",
@@ -153,13 +156,13 @@ def test_diagnose_nodes_that_differ() -> None:
     assert "ray: Install the same version on every node." in report
 
 
-def test_diagnose_nodes_that_are_alike() -> None:
-    found = diagnose({"a": WELL, "b": WELL})
+def test_diagnose_equal_nodes() -> None:
+    found = diagnose({"a": NODE, "b": NODE})
     assert found.state == "ok"
     assert found.between == [Check("differences", "none")]
-    assert skew_s(WELL, 999.5, 1000.5) == 0.0
-    assert skew_s(WELL, 998.0, 999.0) == 1.0
-    assert skew_s(WELL, 1002.0, 1003.0) == -2.0
+    assert skew_s(NODE, 999.5, 1000.5) == 0.0
+    assert skew_s(NODE, 998.0, 999.0) == 1.0
+    assert skew_s(NODE, 1002.0, 1003.0) == -2.0
 
 
 def test_observe() -> None:
@@ -213,9 +216,7 @@ def test_doctor_command(
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == NO
     assert "sources disagree on the node rank" in capsys.readouterr().out
-    code, told = (
-        main(["doctor", "--node-rank", "1", "--head", "127.0.0.1"]),
-        capsys.readouterr().out,
-    )
-    assert code == OK, told
-    assert "torchrun in Slurm: node 1 of 2, head 127.0.0.1" in told
+    code = main(["doctor", "--node-rank", "1", "--head", "127.0.0.1"])
+    output = capsys.readouterr().out
+    assert code == OK, output
+    assert "torchrun in Slurm: node 1 of 2, head 127.0.0.1" in output

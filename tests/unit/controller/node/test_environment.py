@@ -1,4 +1,4 @@
-"""What of the driver's environment reaches a worker: lists, and who wins."""
+"""Tests of the environment of workers and of masked secrets."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_worker_environment_by_machine() -> None:
 
 
 def test_worker_environment_thread_counts() -> None:
-    """By the number of CPUs, or the spec's own count, which holds for all libraries."""
+    """Counts follow the number of CPUs, or the spec's count of one library for all."""
     for cpu, count in ((0, "1"), (0.5, "1"), (1, "1"), (2.9, "2"), (16, "16")):
         found = {
             each.name: each
@@ -90,19 +90,19 @@ def test_worker_environment_thread_counts() -> None:
         assert values == {**dict.fromkeys(THREAD_VARIABLES, others), "OMP_NUM_THREADS": own}
 
 
-def test_worker_environment_spinning_of_the_script_wins() -> None:
+def test_worker_environment_spin_settings() -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        of_driver = worker_environment({name: "9"}, SchedulingSpec(), {}, same_machine=False)
-        assert EnvironmentVariable(name, "9", "driver") in of_driver
-        of_spec = worker_environment(
+        from_driver = worker_environment({name: "9"}, SchedulingSpec(), {}, same_machine=False)
+        assert EnvironmentVariable(name, "9", "driver") in from_driver
+        from_spec = worker_environment(
             {}, SchedulingSpec(env_vars={name: "9"}), {}, same_machine=True
         )
-        assert EnvironmentVariable(name, "9", "spec.env_vars") in of_spec
-        for found in (of_driver, of_spec):
+        assert EnvironmentVariable(name, "9", "spec.env_vars") in from_spec
+        for found in (from_driver, from_spec):
             assert "default" not in {each.source for each in found}
 
 
-def test_worker_environment_of_the_spec_wins() -> None:
+def test_worker_environment_spec_has_precedence() -> None:
     wanted = {
         "OMP_NUM_THREADS": "3",
         "CUDA_VISIBLE_DEVICES": "5",
@@ -132,7 +132,7 @@ OTHER_NAMES = (
 def test_masked_by_name() -> None:
     for name in SECRET_NAMES.split():
         assert masked(name, "hunter2") == MASK, name
-        assert masked(name, "") == "", "that it is empty is worth knowing"
+        assert masked(name, "") == "", "an empty value is shown"
     for name in OTHER_NAMES.split():
         assert masked(name, "value") == "value", name
 
@@ -180,7 +180,7 @@ COMMIT = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"
         "p3Vq8_Zk1Tn-6Yb4Wm0Rc9Xs2Hf7Lj5Gd",
     ],
 )
-def test_masked_hides_a_value_of_the_shape_of_a_key(secret: str) -> None:
+def test_masked_hides_values_that_look_like_keys(secret: str) -> None:
     assert masked("SETTING", secret) == MASK
     assert masked("SETTING", f"before {secret}") == f"before {MASK}"
 
@@ -205,7 +205,7 @@ def test_masked_shows_paths_names_and_digests(value: str) -> None:
     assert masked("SETTING", value) == value
 
 
-def test_masked_takes_more_names_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_names_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert masked("ACME_LICENCE", "hunter2") == "hunter2"
     monkeypatch.setenv(MASK_VARIABLE, "acme_*, SITE")
     assert masked("ACME_LICENCE", "hunter2") == MASK

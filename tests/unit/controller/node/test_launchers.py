@@ -1,4 +1,4 @@
-"""Which node this is, from the variables of every launcher, as they were recorded."""
+"""Tests of the rank, count and head of a node from the recorded variables of launchers."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ def test_identify_node_needs_flags() -> None:
     assert found.said_by["rank"] == "JOB_COMPLETION_INDEX=2"
     assert identify_node(OPEN_MPI, head="10.0.0.1").rank == 1
     assert identify_node({"JOB_COMPLETION_INDEX": "0"}, count=4).head == "", (
-        "the head needs no address of its own"
+        "the head does not need its own address"
     )
 
 
-def test_identify_node_of_several_tasks_of_volcano() -> None:
+def test_identify_node_with_several_tasks_of_volcano() -> None:
     environ = VOLCANO | {"VC_MASTER_NUM": "1", "VC_MASTER_HOSTS": "job-master-0.job"}
     with pytest.raises(LauncherError, match="--num-nodes"):
         identify_node(environ)
@@ -128,7 +128,7 @@ def test_identify_node_by_flags_then_by_ray_address() -> None:
     assert identify_node(SLURM | {"RAY_ADDRESS": "10.9.9.9:6379"}).attach_to == "10.9.9.9:6379"
 
 
-def test_identify_node_names_launchers_that_disagree() -> None:
+def test_identify_node_launchers_disagree() -> None:
     with pytest.raises(LauncherError) as caught:
         identify_node(TORCHRUN | SLURM | {"SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "10.0.0.7"})
     assert "disagree on the node rank" in str(caught.value)
@@ -139,7 +139,7 @@ def test_identify_node_names_launchers_that_disagree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "flags", "said"),
+    ("environ", "flags", "error"),
     [
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, {}, "one process per node"),
         (
@@ -153,8 +153,8 @@ def test_identify_node_names_launchers_that_disagree() -> None:
         (PAI | {"RANK": "x"}, {}, "a number"),
     ],
 )
-def test_identify_node_refuses(environ: dict[str, str], flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(LauncherError, match=said):
+def test_identify_node_refuses(environ: dict[str, str], flags: dict[str, Any], error: str) -> None:
+    with pytest.raises(LauncherError, match=error):
         identify_node(environ, **flags)
 
 

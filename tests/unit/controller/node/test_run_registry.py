@@ -51,9 +51,7 @@ def make_logs(run_id: str, age_s: float = 0.0) -> Path:
 # --- places ---------------------------------------------------------------------------------------
 
 
-def test_log_dir_follows_the_desktop_standard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_dir_in_xdg_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, runtime = tmp_path / "state", tmp_path / "runtime"
     runtime.mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
@@ -155,9 +153,9 @@ def test_clean_reports_and_removes_logs(capsys: pytest.CaptureFixture[str]) -> N
         make_logs("0000000003"),
     )
     assert main(["clean", "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert f"run 0000000001: ended: would be removed\n  logs {old}\n" in told
-    assert "0000000002" not in told
+    output = capsys.readouterr().out
+    assert f"run 0000000001: ended: would be removed\n  logs {old}\n" in output
+    assert "0000000002" not in output
     assert old.exists()
     assert main(["clean"]) == 0
     assert f"run 0000000001: ended: removed\n  logs {old}\n" in capsys.readouterr().out

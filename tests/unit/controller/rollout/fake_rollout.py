@@ -1,4 +1,4 @@
-"""A RolloutController on a fake scheduler, whose requests end when the test ends them."""
+"""A RolloutController on a fake scheduler, whose requests the test ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of arguments of engines and losses, known to a driver that has not imported them."""
+"""Tests that unknown arguments of engines and losses are refused without an import of these."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Wrapped:
 
 def scaled(function):
     @functools.wraps(function)
-    def wrapper(*args, whatever_it_is=1, **kwargs):
+    def wrapper(*args, hidden_option=1, **kwargs):
         return function(*args, **kwargs)
     return wrapper
 
@@ -90,18 +90,18 @@ def anything(outputs, batch, **settings): ...
 
 
 @pytest.mark.parametrize("name", ["Passing", "Inheriting", "Wrapped", "NotThere", "Decorated"])
-def test_engine_arguments_that_the_source_does_not_show(
+def test_engine_arguments_that_cannot_be_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "own_engines.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    require_engine_arguments("actor", f"own_engines.{name}", {"whatever_it_is": 1})
-    require_engine_arguments("actor", "no_such_package.module.Engine", {"whatever_it_is": 1})
+    require_engine_arguments("actor", f"own_engines.{name}", {"hidden_option": 1})
+    require_engine_arguments("actor", "no_such_package.module.Engine", {"hidden_option": 1})
     assert "own_engines" not in sys.modules
 
 
 @pytest.mark.parametrize("engine", [lambda name: None, functools.partial(RecordingTrainer), None])
-def test_engine_of_another_type(engine: Any) -> None:
+def test_engine_of_invalid_type(engine: Any) -> None:
     with FakeScheduler() as scheduler:
         for controller in (TrainController, RolloutController):
             with pytest.raises(
@@ -137,12 +137,12 @@ def test_loss_setting_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ValueError, match=re.escape(expected)):
             require_loss_settings(loss, settings)
     require_loss_settings("own_losses.anything", {"strenght": 1})
-    # Of an engine that gives only one by position
+    # an engine may pass one positional argument
     require_loss_settings(lambda num_samples, scale: None, {"scale": 1})  # type: ignore[arg-type, return-value]
-    require_loss_settings("own_losses.decorated", {"whatever_it_is": 1})
+    require_loss_settings("own_losses.decorated", {"hidden_option": 1})
     require_loss_settings("no.such.loss", {"strenght": 1})
     require_loss_settings("grpo", None)
-    # what the wrapper itself takes counts
+    # settings of the wrapper are valid
     require_loss_settings(wrapped, {"strength": 1.0, "scale": 2.0})
 
 
@@ -173,14 +173,14 @@ for check in (
         check()
     except ValueError:
         continue
-    raise SystemExit("it was accepted")
+    raise SystemExit("the argument was accepted")
 assert "torch" not in sys.modules and "helmsman.engines.train" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_argument_names_of_an_editable_install() -> None:
-    """Such a package is on no path: a finder of its own knows where it is."""
+    """Such a package is not in sys.path; a finder of its own locates it."""
     program = f"""
 import importlib.util, sys
 class Finder:
@@ -195,7 +195,7 @@ try:
     require_engine_arguments("r", "helmsman.engines.train.FSDPTrainEngine", {{"learning_rate": 1}})
 except ValueError:
     sys.exit(0)
-sys.exit("it was accepted")
+sys.exit("the argument was accepted")
 """
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
 
