@@ -1,4 +1,4 @@
-"""Runs of several nodes on this machine, of which nothing may be left."""
+"""Fixtures: runs of several nodes on this machine, and cables between them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,17 @@ from typing import Any
 import pytest
 
 from tests.controller.bootstrap.nodes import Cable, MakeCable, MakeNodes, Nodes
-from tests.controller.bootstrap.zygote import Zygote
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
 
 
 @pytest.fixture
-def make_nodes(tmp_path: Path, zygote: Zygote) -> Iterator[MakeNodes]:
-    """Make a run; nothing of it may be left in the end."""
+def make_nodes(tmp_path: Path) -> Iterator[MakeNodes]:
+    """Make a run, and check at the end that nothing of it is left."""
     made: list[Nodes] = []
 
     def make(count: int, **changes: Any) -> Nodes:
         folder = tmp_path / str(len(made))
         folder.mkdir()
-        made.append(Nodes(folder, count, zygote, **changes))
+        made.append(Nodes(folder, count, **changes))
         return made[-1]
 
     yield make

@@ -1,16 +1,15 @@
-"""Stands in for ``ray start --block``: run as a script, with the folder of a made-up cluster before
-Ray's own arguments.
+"""A replacement for ``ray start --block``, with the folder of a fake cluster as its first argument.
 
-It writes what it was given to a folder of its rank, enters itself in the roll there, says that it
-is up, and stays. A file ``behaviour`` in that folder says what else it does, in words:
+It writes its arguments to a folder of its rank, lists itself there, reports its start, and waits. A
+file ``behaviour`` in that folder contains words that change this:
 
     fails         ends with exit code 1 and a message
-    waits         says that it is up once the word is gone
-    hangs         never says that it is up
-    unlisted      does not enter itself in the roll
-    raylet        starts a child of that program name
+    waits         reports its start once the word is removed
+    hangs         never reports its start
+    unlisted      does not list itself
+    raylet        starts a child with that program name
     busy          does not end when it is drained
-    twice         is listed beside one of its rank that was killed
+    twice         is listed beside a killed Ray of its rank
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def main(cluster: str, arguments: list[str]) -> None:
     os.makedirs(node, exist_ok=True)
     words = behaviour(node)
     child = 0
-    if "raylet" in words:  # by a program of that name, as which the supervisor knows it
+    if "raylet" in words:  # the supervisor finds it by its program name
         child = subprocess.Popen(["sleep", "1000"], executable=os.path.join(cluster, "raylet")).pid
     facts = {"flags": flags, "environ": dict(os.environ), "pid": os.getpid(), "raylet": child}
     write(node, "started", facts)
@@ -69,7 +68,7 @@ def behaviour(node: str) -> list[str]:
 
 
 def write(node: str, name: str, facts: dict[str, object]) -> None:
-    """Write atomically, so that readers see all of it or nothing."""
+    """Write a file atomically."""
     path = os.path.join(node, name)
     with open(f"{path}.new", "w") as file:
         json.dump(facts, file)

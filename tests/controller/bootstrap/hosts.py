@@ -1,7 +1,6 @@
-"""Hosts on one machine: network, process, mount, shared-memory and host-name spaces of their own,
-on one switch.
+"""Hosts on one machine: namespaces of network, processes, mounts, shared memory and host names.
 
-Nothing outside is touched: the spaces vanish with their processes.
+The hosts share one switch. Their namespaces end with their processes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SHM = "size=1500m"
 
 
 def why_not_here() -> str:
-    """Why hosts cannot be made on this machine; '' where they can."""
+    """Return the reason why this machine cannot have hosts, '' if it can."""
     if os.geteuid() != 0:
         return "hosts are made of namespaces, which needs root"
     if not (shutil.which("ip") and shutil.which("unshare") and shutil.which("nsenter")):
@@ -37,11 +36,11 @@ def why_not_here() -> str:
 
 
 class Command(Running):
-    """A program that runs on a host; nsenter waits for it."""
+    """A program on a host; its parent is nsenter."""
 
     @property
     def pid(self) -> int:
-        """Of the program itself, as seen from here."""
+        """Process id of the program outside of the host."""
         children = _children(self.process.pid)
         return children[0] if children else self.process.pid
 
@@ -56,7 +55,7 @@ def _children(pid: int) -> list[int]:
 
 
 class Host:
-    """One of them."""
+    """A host."""
 
     def __init__(
         self, name: str, address: str, init: subprocess.Popen[bytes], folder: Path
@@ -66,11 +65,11 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """Of its first process."""
+        """Process id of its first process."""
         return _children(self._init.pid)[0]
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> Command:
-        """Start a program there."""
+        """Start a program on the host."""
         output = self.folder / f"output-{len(self._commands)}"
         environ = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -84,17 +83,17 @@ class Host:
         return self._commands[-1]
 
     def do(self, *command: str) -> None:
-        """Run a program there to its end."""
+        """Run a program on the host to its end."""
         self.start(*command).ends(0)
 
     def up(self, *arguments: str, env: Mapping[str, str] | None = None) -> Command:
-        """``helmsman up`` there."""
+        """Start ``helmsman up`` on the host."""
         return self.start(
             sys.executable, "-m", "helmsman.controller.cli", "up", *arguments, env=env
         )
 
     def processes(self) -> dict[int, str]:
-        """What runs there, but for its first process: pid as seen from here -> command line."""
+        """Return the command lines of all processes but the first, by process id outside."""
         space = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = {}
         for entry in os.listdir("/proc"):
@@ -112,7 +111,7 @@ class Host:
         return {pid: line for pid, line in found.items() if line}
 
     def pid_of(self, program: str) -> int:
-        """Of the one process there that runs this program."""
+        """Return the process id of the only process that runs this program."""
         (pid,) = [
             pid
             for pid, line in self.processes().items()
@@ -121,7 +120,7 @@ class Host:
         return pid
 
     def left(self) -> list[str]:
-        """What is left there of a run: processes, and files but for logs."""
+        """Return the remains of a run: processes, and files except logs."""
         files = [str(path) for path in self.folder.glob("hm-*")] + os.listdir(
             f"/proc/{self.pid}/root/dev/shm"
         )
@@ -129,7 +128,7 @@ class Host:
 
 
 class Hosts:
-    """A switch, and hosts on it: rank 0 is the first."""
+    """Hosts on a switch; the first is rank 0."""
 
     def __init__(self, count: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/tmp"))
@@ -206,11 +205,11 @@ class Hosts:
         return host
 
     def cut(self, index: int) -> None:
-        """Pull a host's cable."""
+        """Cut the link of a host."""
         self._on_switch("link", "set", f"to{index}", "down")
 
     def close(self) -> None:
-        """End them all."""
+        """End all hosts."""
         for command in [command for host in self.all for command in host._commands]:
             command.process.kill()
             command.process.wait()

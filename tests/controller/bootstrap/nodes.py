@@ -1,6 +1,4 @@
-"""Nodes of this machine: their plans, real supervisors over fake Rays, and a cable between them
-that can be cut.
-"""
+"""Nodes on this machine: plans, supervisors over fake Rays, and a cable that can be cut."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ from helmsman.controller._bootstrap.node_plan import NodePlan
 from helmsman.controller._bootstrap.settings import NODE_DEFAULTS, cluster_defaults, variables
 from helmsman.controller._node.launchers import NodeIdentity
 from helmsman.rpc_server.ports import PortLeases
+from tests import zygote
 from tests.contract.helpers import ROOT, wait_until
-from tests.controller.bootstrap.zygote import Forked, Zygote
 
 HERE = Path(__file__).parent
 TIMEOUTS = LinkTimeouts(
@@ -48,7 +46,7 @@ open(os.path.join(folder, "script-started"), "w").close()
 while not os.path.exists(os.path.join(folder, "script-released")):
     time.sleep(0.01)
 """
-"""A script that goes on until it is let go."""
+"""A script that runs until it is released."""
 
 
 VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "helmsman": "0.1.0"}
@@ -57,7 +55,7 @@ VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "helmsman": "0.1.0"}
 def make_plan(
     folder: Path, *, rank: int = 0, count: int = 1, head: str = "127.0.0.1", **changes: Any
 ) -> NodePlan:
-    """What a node of this machine is to do."""
+    """Return the plan of a node on this machine."""
     fields: dict[str, Any] = {
         "run_id": f"run-of-{rank}",
         "identity": NodeIdentity(launcher="flags", rank=rank, count=count, head=head),
@@ -81,11 +79,13 @@ def make_plan(
 
 
 def script(source: str) -> list[str]:
-    """The command of a script."""
+    """Return the command of a script."""
     return [sys.executable, "-I", "-S", "-c", source]
 
 
-Start = Callable[[Sequence[str], Mapping[str, str], Path], "subprocess.Popen[bytes] | Forked"]
+Process = subprocess.Popen[bytes] | zygote.Program
+Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+PRELOAD = ("helmsman.controller.cli", "tests.controller.bootstrap.supervisor")
 
 
 def execute(
@@ -103,6 +103,12 @@ def execute(
         )
 
 
+def fork(command: Sequence[str], environ: Mapping[str, str], output: Path) -> zygote.Program:
+    """Fork a Python program from the zygote, in a session of its own."""
+    with output.open("wb") as file:
+        return zygote.start(command, env=environ, stdout=file, preload=PRELOAD)
+
+
 class Running:
     """A program whose output goes to a file."""
 
@@ -118,32 +124,32 @@ class Running:
 
     @property
     def pid(self) -> int:
-        """Of the program."""
+        """Process id of the program."""
         return self.process.pid
 
     @property
     def output(self) -> str:
-        """All that it has printed."""
+        """Its output until now."""
         return self._output.read_text(errors="replace")
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has."""
+        """Whether the program has ended."""
         return self.process.poll() is not None
 
     def signal(self, number: int) -> None:
-        """To the program alone."""
+        """Send a signal to the program alone."""
         os.kill(self.pid, number)
 
     def said(self, text: str, count: int = 1, limit_s: float = 100.0) -> str:
-        """Wait until it has printed this so many times; returns all that it has printed."""
-        with contextlib.suppress(pytest.fail.Exception):  # its output of the meantime is shown
+        """Wait until it has printed a text ``count`` times, and return its output."""
+        with contextlib.suppress(pytest.fail.Exception):  # the assertion shows the output
             wait_until(lambda: self.output.count(text) >= count or self.has_ended, text, limit_s)
         assert self.output.count(text) >= count, f"no {text!r} in:\n{self.output}"
         return self.output
 
     def wait(self, limit_s: float = 30.0) -> int:
-        """Its exit code, 128 and the number of the signal that ended it."""
+        """Return its exit code, or 128 plus the number of the signal that ended it."""
         try:
             code = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -151,7 +157,7 @@ class Running:
         return code if code >= 0 else 128 - code
 
     def ends(self, code: int, *facts: str, limit_s: float = 30.0) -> None:
-        """It ends with this exit code, and has printed all of these."""
+        """Check that it ends with this exit code, and has printed these facts."""
         assert self.wait(limit_s) == code, self.output
         for fact in facts:
             assert fact in self.output, f"no {fact!r} in:\n{self.output}"
@@ -160,7 +166,7 @@ class Running:
 class Node(Running):
     """A running supervisor."""
 
-    def __init__(self, cluster: Path, plan: NodePlan, name: str, start: Start) -> None:
+    def __init__(self, cluster: Path, plan: NodePlan, name: str) -> None:
         self.plan, self._own = plan, cluster / str(plan.identity.rank)
         plan_file = cluster / f"plan-{name}"
         plan_file.write_bytes(pickle.dumps(plan))
@@ -172,44 +178,43 @@ class Node(Running):
             str(cluster),
         ]
         super().__init__(
-            command, {**os.environ, "PYTHONPATH": str(ROOT)}, cluster / f"output-{name}", start
+            command, {**os.environ, "PYTHONPATH": str(ROOT)}, cluster / f"output-{name}", fork
         )
 
     def lines(self, part: str) -> list[str]:
-        """Those of its lines that have this in them, without their beginning."""
+        """Return its lines that contain a text, without their prefix."""
         return [line.partition("] ")[2] for line in self.output.splitlines() if part in line]
 
     def ends(self, code: int, *facts: str, limit_s: float = 30.0) -> None:
-        """As of any program, and no error was left over."""
+        """Check its exit code and output, and that it has logged no error."""
         super().ends(code, *facts, limit_s=limit_s)
         for trace in ("Traceback", "never retrieved"):
             assert trace not in self.output, self.output
 
     @property
     def ray(self) -> dict[str, Any]:
-        """The command line and environment of its Ray, once that has started."""
+        """Wait for its Ray, and return the command line and environment."""
         wait_until((self._own / "started").exists, f"Ray starts:\n{self.output}")
         return dict(json.loads((self._own / "started").read_text()))
 
 
 class Nodes:
-    """Nodes of one run, which share a folder that stands for the cluster.
+    """Nodes of one run; a shared folder stands for the cluster.
 
     Args:
-        count: how many there are to be.
-        zygote: starts their supervisors.
-        changes: of all their plans.
+        count: Number of nodes of the run.
+        changes: Fields of all plans.
     """
 
-    def __init__(self, folder: Path, count: int, zygote: Zygote, **changes: Any) -> None:
-        self.folder, self.count, self._zygote, self._changes = folder, count, zygote, changes
+    def __init__(self, folder: Path, count: int, **changes: Any) -> None:
+        self.folder, self.count, self._changes = folder, count, changes
         self._leases = PortLeases()
         self.port = self._leases.lease(1)[0]
         self.started: list[Node] = []
         shutil.copy(str(shutil.which("sleep")), folder / "raylet")
 
     def behaviour(self, rank: int, *words: str) -> None:
-        """What the fake Ray of a rank does; see fake_ray.py."""
+        """Set the behaviour of the fake Ray of a rank; see fake_ray.py."""
         (self.folder / str(rank)).mkdir(exist_ok=True)
         (self.folder / str(rank) / "behaviour").write_text(" ".join(words))
 
@@ -233,17 +238,15 @@ class Nodes:
             **changes,
         }
         plan = make_plan(self.folder / f"run-{name}", rank=rank, **fields)
-        self.started.append(Node(self.folder, plan, name, self._zygote.start))
+        self.started.append(Node(self.folder, plan, name))
         return self.started[-1]
 
     def start_all(self) -> list[Node]:
-        """All of them, the head first."""
+        """Start all nodes, the head first."""
         return [self.start(rank) for rank in range(self.count)]
 
     def start_running(self, port: int = 0) -> list[Node]:
-        """All of them, once the script runs; those above rank 0 reach the head at a port of their
-        own, if that is given.
-        """
+        """Start all nodes, and wait for the script. Ranks above 0 reach the head at ``port``."""
         changes = {"control_port": port} if port else {}
         nodes = [self.start(rank, **(changes if rank else {})) for rank in range(self.count)]
         self.wait_running()
@@ -252,8 +255,10 @@ class Nodes:
     # --- the script -------------------------------------------------------------------------------
 
     def waiting_script(self, how: str = "0") -> list[str]:
-        """A script that goes on until it is let go. When told to stop it ends with this exit code;
-        'deaf' does not.
+        """Return a script that runs until it is released.
+
+        Args:
+            how: Exit code after SIGTERM or SIGINT; "deaf" ignores SIGTERM.
         """
         return [sys.executable, "-I", "-S", "-c", WAITS, str(self.folder), how]
 
@@ -263,17 +268,17 @@ class Nodes:
         wait_until((self.folder / "script-started").exists, f"the script starts:\n{told}")
 
     def release(self) -> None:
-        """Let the script end."""
+        """Release the script."""
         (self.folder / "script-released").touch()
 
     def script_was_told(self, number: int) -> bool:
-        """Whether it has got this signal."""
+        """Whether the script has received this signal."""
         return (self.folder / f"script-told-{int(number)}").exists()
 
     # --- the end ----------------------------------------------------------------------------------
 
     def left(self) -> list[str]:
-        """Processes that a supervisor has caused, and itself."""
+        """Return the supervisors and their processes that still run."""
         ids = [node.plan.run_id for node in self.started]
         found = []
         for process in psutil.process_iter():
@@ -288,11 +293,11 @@ class Nodes:
         return found
 
     def wait_nothing_left(self) -> None:
-        """Fail unless all is gone: guardians go a moment after those whom they guard."""
+        """Wait until nothing is left: guardians end after their processes."""
         wait_until(lambda: not self.left(), f"nothing is left: {self.left()}", 10.0)
 
     def close(self) -> None:
-        """End what is left."""
+        """End the supervisors, and wait until nothing is left."""
         for node in self.started:
             node.process.kill()
             node.process.wait()
@@ -301,7 +306,7 @@ class Nodes:
 
 
 class Cable:
-    """Carries connections to a port, until it is cut."""
+    """Relays connections to a port until it is cut."""
 
     def __init__(self, port: int) -> None:
         self.target = port
@@ -310,7 +315,7 @@ class Cable:
         self._silent = False
         self._deserted: set[socket.socket] = set()
         self.is_given_up = threading.Event()
-        """Set when the far end has closed what it alone still had."""
+        """Set when the far end has closed a connection that the near end had closed before."""
         self._ends: list[tuple[socket.socket, socket.socket]] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -334,7 +339,7 @@ class Cable:
         with contextlib.suppress(OSError):
             while data := source.recv(65_536):
                 with contextlib.suppress(OSError):
-                    # a near end that is closed; the far one is read to its own end
+                    # The near end may be closed; the far end is read to its end.
                     sink.sendall(data)
             if source in self._deserted:
                 self.is_given_up.set()
@@ -343,23 +348,21 @@ class Cable:
                 end.shutdown(socket.SHUT_RDWR)
 
     def desert(self) -> None:
-        """Close what it carries at the near ends alone: the far ones hear nothing of it, as where a
-        firewall forgets one.
-        """
+        """Close the near ends alone, as when a firewall drops the state of a connection."""
         for near, far in self._ends:
             self._deserted.add(far)
             with contextlib.suppress(OSError):  # it was cut before
                 near.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
-        """Close what it carries; new connections go through."""
+        """Close all connections, and relay new ones."""
         for pair in self._ends:
             for end in pair:
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
 
     def cut_and_swallow(self) -> None:
-        """Close what it carries; new connections are taken, and nothing is heard on them."""
+        """Close all connections, and accept new ones without relaying them."""
         self._silent = True
         self.cut()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def count(code: str) -> int:
-    """Join, say what is seen, and end with this code."""
+    """Join the cluster, print its nodes, and end with this code."""
     import helmsman
 
     cluster = helmsman.initialize()
@@ -25,7 +25,7 @@ def count(code: str) -> int:
 
 
 def busy() -> int:
-    """An actor on each node that never comes back, and then wait."""
+    """Keep an actor on each node busy forever."""
     import ray
 
     import helmsman
@@ -52,7 +52,7 @@ def busy() -> int:
 
 
 def loses() -> int:
-    """A call on rank 1 that never comes back, until Ray says that it is lost; and then wait."""
+    """Wait until Ray reports the loss of a call on rank 1."""
     import ray
 
     import helmsman
@@ -79,7 +79,7 @@ def loses() -> int:
 
 
 def interrupts() -> int:
-    """Say whether one SIGINT comes, or another after it."""
+    """Report whether one SIGINT arrives or two."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     print("waits", flush=True)
     signal.sigwait({signal.SIGINT})
@@ -89,9 +89,7 @@ def interrupts() -> int:
 
 
 def burst(count: str, stopped_s: str) -> int:
-    """Start this many actors, and stop Ray's head for a while as soon as the first of them is
-    up.
-    """
+    """Start actors, and stop Ray's head for a while when the first of them is up."""
     import ray
 
     import helmsman
@@ -122,7 +120,7 @@ def burst(count: str, stopped_s: str) -> int:
 
 
 def run_processes() -> list[int]:
-    """Pids of all that the supervisor of this run has started."""
+    """Return the ids of the processes that the supervisor of this run has started."""
     tag = f"HELMSMAN_WORKER_TAG={os.environ['HELMSMAN_UP_RUN']}/up".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -133,7 +131,7 @@ def run_processes() -> list[int]:
 
 
 def moves() -> int:
-    """Requests on an instance of each node, which go on elsewhere when a node is left."""
+    """Run requests on an instance of each node, which move when a node leaves."""
     from helmsman import Job, RolloutController, SchedulingSpec, SupervisionPolicy, make_scheduler
     from tests.unit.controller.generation.pure_rollout import make_request, tokens_of
 
@@ -163,14 +161,14 @@ def moves() -> int:
 
 
 class Steps:
-    """An engine that can be called."""
+    """An engine with one method."""
 
     def step(self) -> None:
         return
 
 
 def records(log_dir: str) -> int:
-    """Workers on rank 1 that are called once, and then wait."""
+    """Call workers on rank 1 once, and wait."""
     from helmsman import Job, RayScheduler, SchedulingSpec
 
     spec = SchedulingSpec(cpu=0.5, node_labels={"helmsman-rank": "1"})

@@ -1,6 +1,4 @@
-"""A node's supervisor as a program, with a file that holds its plan and the folder of a made-up
-cluster.
-"""
+"""A node's supervisor as a program, with a file of its plan and the folder of a fake cluster."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from tests.controller.bootstrap.fake_ray import behaviour
 
 
 class Roll(NodeView):
-    """Knows the nodes whose fake Ray has entered itself; also when that has died, as Ray's head
-    does for a while.
-    """
+    """Lists the nodes whose fake Ray has listed itself, also after its death, like Ray's head."""
 
     def __init__(self, cluster: Path) -> None:
         self._cluster = cluster
@@ -40,7 +36,7 @@ class Roll(NodeView):
         return seen
 
     def drain(self, node_id: str, reason: str, limit_s: float) -> None:
-        """Its Ray ends, as a node's does that has no work, unless it is busy."""
+        """End the Ray of a node unless it is busy."""
         node = self._cluster / node_id
         if "busy" not in behaviour(str(node)):
             os.kill(json.loads((node / "started").read_text())["pid"], signal.SIGTERM)
@@ -58,7 +54,7 @@ async def live(plan: NodePlan, cluster: Path) -> int:
 
 
 def main() -> int:
-    """Arguments: the plan's file and the folder of the cluster."""
+    """Run the supervisor of the plan."""
     return asyncio.run(live(pickle.loads(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2])))
 
 

@@ -1,4 +1,4 @@
-"""``helmsman.initialize`` in scripts: one that is alone, and ones that belong to a cluster."""
+"""Tests of ``helmsman.initialize`` in scripts without a cluster, and in scripts of a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
 from tests.contract.helpers import ROOT
 
 pytest.importorskip("ray", reason="it is about Ray's clusters")
-pytestmark = pytest.mark.slow
 
 PROLOGUE = """
 import json, os
@@ -53,7 +52,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def execute(source: str, **environ: str) -> tuple[list[dict[str, Any]], str]:
-    """The facts that a script has printed, and what it has logged."""
+    """Run a script, and return its printed facts and its log."""
     done = subprocess.run(
         [sys.executable, "-c", PROLOGUE + source],
         env=environment(**environ),
@@ -72,7 +71,7 @@ def execute(source: str, **environ: str) -> tuple[list[dict[str, Any]], str]:
 def address() -> Iterator[str]:
     """A cluster whose node belongs to run-1."""
     signals = {signal.SIGTERM}
-    # which the child inherits, and waits for
+    # The child inherits the mask, and waits for the signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     cluster = subprocess.Popen(
         [sys.executable, "-c", CLUSTER],
@@ -94,7 +93,7 @@ TWO_NODES = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"}
 
 
 def test_initialize_starts_a_cluster_that_ends_with_the_script() -> None:
-    """On one of several nodes it has to be asked for."""
+    """On one of several nodes, a script must ask for a cluster of its own."""
     source = """
 with initialize(num_cpus=3, num_gpus=2, resources={"disk": 1.0}, preload=None) as cluster:
     again = initialize()
@@ -123,7 +122,7 @@ cluster.close()
 
 
 def test_initialize_joins_the_cluster_at_ray_address(address: str) -> None:
-    """Another user's or that of its own run, which stays; another run's is left at once."""
+    """A cluster of another user or of the same run is joined, one of another run is refused."""
     source = f"""
 import ray
 for more in ({{}}, {{"{RUN_VARIABLE}": "run-1"}}, {TWO_NODES}):
@@ -150,13 +149,13 @@ except Exception as error:
         "start it again",
     ):
         assert fact in refused["text"]
-    assert RUN_LABEL == "helmsman-run", "as the cluster above has it"
+    assert RUN_LABEL == "helmsman-run", "the cluster above uses this label"
 
 
 def test_initialize_refuses_a_ray_for_each_of_several_nodes() -> None:
-    """Each node would train alone, and no one would notice: one that is asked for is logged.
+    """Otherwise each node would train alone. A cluster that the script asks for is logged.
 
-    Of processes on one node, each may start its own. An address where no process answers is
+    Each of several processes on one node may start its own. An address where no process answers is
     refused.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:

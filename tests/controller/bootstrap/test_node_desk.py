@@ -1,4 +1,4 @@
-"""A node's supervisor answers `helmsman status` and `why`, also without a scheduler."""
+"""Tests that a node's supervisor answers `helmsman status` and `why` without a scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import pytest
 
 from helmsman.api.run_state import RunSnapshot
 from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
@@ -17,10 +16,9 @@ from helmsman.controller._diagnosis.texts import is_healthy, status_text
 from helmsman.controller._node.control_socket import Query, Refusal, ask
 from tests.contract.helpers import wait_until
 from tests.controller.bootstrap.nodes import MakeNodes, Node
-from tests.controller.bootstrap.test_up import Up, up
+from tests.controller.bootstrap.up_command import Up, up
 
 __all__ = ["up"]
-pytestmark = pytest.mark.slow
 
 WORKER = """
 import time
@@ -126,7 +124,7 @@ def test_desk_refuses_actions(make_nodes: MakeNodes) -> None:
 
 
 def test_up_answers_a_command_on_its_node(up: Up) -> None:
-    """The script itself is the command, so it has no scheduler."""
+    """The command is the script of the run, so the run has no scheduler."""
     command = (sys.executable, "-m", "helmsman.controller.cli", "status")
     run = up("--", *command)
     run.ends(0, "rank 0 of 1 runs the script", "raylet: pid ", "script: pid ", limit_s=100.0)

@@ -1,24 +1,21 @@
-"""Ray's processes on a node: what their supervisor knows of them, and that they end."""
+"""Tests that the supervisor detects and ends the Ray processes of a node."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import platform
 import secrets
 import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from helmsman.api.errors import BootstrapError
 from helmsman.controller._bootstrap.async_utils import StatusPrinter
-from helmsman.controller._bootstrap.preflight import versions
 from helmsman.controller._bootstrap.ray_process import RayProcess
 from helmsman.controller._ray_backend import start_limits
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE
@@ -29,15 +26,6 @@ STARTED = "print('Ray runtime started.', flush=True)\n"
 STAYS = "import signal\n" + STARTED + "signal.pause()"
 
 MakeRay = Callable[..., RayProcess]
-
-
-def test_versions() -> None:
-    pytest.importorskip("ray")
-    assert versions() == {
-        "python": platform.python_version(),
-        "ray": version("ray"),
-        "helmsman": version("helmsman"),
-    }
 
 
 @pytest.fixture
@@ -96,43 +84,43 @@ async def test_ray_process_that_ends_in_its_start(
 
 
 async def test_ray_process_start_timeout(make_ray: MakeRay) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     with pytest.raises(
         BootstrapError,
         match=r"did not start on this node within 0\.1 s.*raise --start-timeout",
     ):
-        await make_ray("import signal; signal.pause()", start_s=0.1, report=told.append).start(
+        await make_ray("import signal; signal.pause()", start_s=0.1, report=reported.append).start(
             "run-1"
         )
-    assert told == [], "no time is left for a second try"
+    assert reported == [], "there is no time for a second try"
 
 
 async def test_ray_process_start_is_tried_once_more(make_ray: MakeRay, tmp_path: Path) -> None:
     first = (
         f"import os, sys; open({str(tmp_path / 'tried')!r}, 'x')\nprint('no luck'); sys.exit(1)\n"
     )
-    told: list[str] = []
+    reported: list[str] = []
     ray = make_ray(
-        f"try:\n    exec({first!r})\nexcept FileExistsError:\n    pass\n{STAYS}", report=told.append
+        f"try:\n    exec({first!r})\nexcept FileExistsError:\n    pass\n{STAYS}",
+        report=reported.append,
     )
     await ray.start("run-1")
-    assert len(told) == 1
+    assert len(reported) == 1
     for fact in (
         "exited with code 1",
         "no luck",
         "Ray is started once more (after ",
         "of at most 30 s",
     ):
-        assert fact in told[0]
-    assert not ray.ended.done(), "the end of the first try is not that of the second"
+        assert fact in reported[0]
+    assert not ray.ended.done(), "the future belongs to the second try"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 async def test_ray_process_start_detects_a_dead_process(
     make_ray: MakeRay, tmp_path: Path, name: str
 ) -> None:
-    """Ray itself waits 20 to 30 s for it, and does not print why it has ended."""
+    """Ray itself waits 20 to 30 s for the process, and does not print the reason of its end."""
     program = tmp_path / name
     shutil.copy(str(shutil.which("true")), program)
     logs = tmp_path / "ray" / "session_2026-01-01" / "logs"
@@ -181,9 +169,9 @@ def test_ray_start_waits_for_a_raylet_that_registers_late(monkeypatch: pytest.Mo
 
 
 async def test_ray_process_stop_after_a_cancelled_start(make_ray: MakeRay, tag: str) -> None:
-    """As where a signal comes while the process is made."""
+    """A signal arrives while the process is started."""
     ray = make_ray(STAYS)
-    await ray.stop()  # when there is nothing to end
+    await ray.stop()  # there is nothing to end yet
     starting = asyncio.ensure_future(ray.start("run-1"))
     await asyncio.sleep(0)
     starting.cancel()
@@ -194,7 +182,7 @@ async def test_ray_process_stop_after_a_cancelled_start(make_ray: MakeRay, tag: 
 
 
 async def test_ray_process_stop_ends_all_children(make_ray: MakeRay, tag: str) -> None:
-    """Also what has left its session, and ignores SIGTERM."""
+    """A child has left the session and ignores SIGTERM."""
     child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
     spawn = (
         "import subprocess, sys\nsubprocess.Popen([sys.executable, '-I', '-S', '-c', "

@@ -1,0 +1,7 @@
+"""Fixtures of the tests of single nodes by day."""
+
+from __future__ import annotations
+
+from tests.controller.bootstrap.conftest import make_cable, make_nodes
+
+__all__ = ["make_cable", "make_nodes"]
