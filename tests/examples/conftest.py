@@ -9,8 +9,8 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """On few cores the threads of several scripts wait for each other, which takes as much time
-    again as the models do.
+    """On few cores the threads of several scripts wait for each other, which doubles the time of
+    the models.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

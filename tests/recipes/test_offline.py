@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and DPO as recipes, and the rows that they take."""
+"""Test supervised fine-tuning as a recipe, and the rows that it and DPO take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.recipes import DPO, SFT, make_model
+from helmsman.recipes import SFT
 from helmsman.recipes.examples import preferences, supervised
 from helmsman.recipes.prompts import ChatTokenizer
 from helmsman.recipes.settings import Data
@@ -15,11 +15,6 @@ from tests.recipes.runs import lines
 
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 WRONG = [CHAT[0], {"role": "assistant", "content": "33"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("given") / "model", num_layers=1, width=32)
 
 
 @pytest.fixture
@@ -70,7 +65,6 @@ def test_preference_rows(tokenizer: ChatTokenizer, entry: dict[str, Any]) -> Non
         preferences(Data(train=""), tokenizer)("file", "line 1", {"prompt": "x", "chosen": "y"})
 
 
-@pytest.mark.slow
 def test_sft_learns_and_resumes(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{number}+0=", "answer": number} for number in range(10)]
 
@@ -97,26 +91,3 @@ def test_sft_learns_and_resumes(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     run(8, resume=True).train()
     assert [row["step"] for row in lines(tmp_path / "out" / "metrics.jsonl")] == list(range(9))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_dpo_prefers_chosen(model: Path, tmp_path: Path) -> None:
-    rows = [
-        {"prompt": f"{number}+0=", "chosen": f"{number}", "rejected": "x"} for number in range(10)
-    ]
-    summary = DPO(
-        model,
-        {"train": rows, "num_held_out": 2},
-        steps=6,
-        batch_size=4,
-        evaluate_every=6,
-        train={"lr": 1e-2},
-        cluster={"scheduler": "local"},
-        out=str(tmp_path / "out"),
-    ).train()
-    found = lines(tmp_path / "out" / "metrics.jsonl")
-    assert found[0]["eval/reward_margin"] == pytest.approx(0.0, abs=1e-4), "it is the reference"
-    assert found[-1]["eval/accuracy"] == 1.0
-    assert found[-1]["reward_margin"] > found[1]["reward_margin"]
-    assert summary.loss_last is not None

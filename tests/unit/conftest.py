@@ -27,9 +27,12 @@ class ImportRecorder(importlib.abc.MetaPathFinder):
         return None
 
     def take(self) -> str:
-        """Return the names recorded since the last call, "" for none."""
+        """Return the names imported since the last call, "" for none.
+
+        Packages that only look whether torch is installed do not import it.
+        """
         found, self._found = self._found, []
-        return ", ".join(found)
+        return ", ".join(sorted({name for name in found if name in sys.modules}))
 
 
 RECORDER = ImportRecorder()

@@ -1,0 +1,84 @@
+"""Test the settings that a recipe chooses: threads, groups of devices, and sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from helmsman.recipes import GRPOSettings
+from helmsman.recipes.choosing import choose, num_cores
+from helmsman.recipes.config import read
+from helmsman.recipes.roles import make_jobs
+from helmsman.recipes.settings import Cluster, Data, Reward
+
+
+def minimal(**cluster: Any) -> GRPOSettings:
+    rewards = (Reward(use="exact"),)
+    return GRPOSettings(
+        model="m", data=Data(train="t"), rewards=rewards, cluster=Cluster(**cluster)
+    )
+
+
+def test_choose_threads_of_roles_that_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found, choices = choose(minimal(), frozenset({"cluster.devices_per_node"}))
+    cores = str(num_cores())
+    assert [job.tasks[0].env_vars["OMP_NUM_THREADS"] for job in make_jobs(found)] == [cores, cores]
+    assert sum(job.tasks[0].cpu for job in make_jobs(found)) == num_cores(), (
+        "they fit beside each other"
+    )
+    assert f"the roles alternate on {cores} cores" in {choice.reason for choice in choices}
+
+    ahead = msgspec.structs.replace(
+        minimal(), rollout=msgspec.structs.replace(minimal().rollout, staleness=1.0)
+    )
+    found, _ = choose(ahead, frozenset({"cluster.devices_per_node"}))
+    assert found.cluster.train_threads == 0, "roles that work at once share the cores"
+    found, _ = choose(minimal(), frozenset({"cluster.devices_per_node", "cluster.train_cpus"}))
+    assert (found.cluster.train_threads, found.cluster.rollout_threads) == (0, num_cores())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found, _ = choose(minimal(), frozenset({"cluster.devices_per_node"}))
+    assert found.cluster.train_threads == 1
+
+
+def test_choose_groups_of_devices() -> None:
+    given = frozenset({"cluster.devices_per_node", "cluster.device_memory_gb"})
+    found, _ = choose(minimal(devices_per_node=8), given)
+    assert (found.cluster.train_workers, found.cluster.rollout_instances) == (4, 4)
+    found, _ = choose(minimal(devices_per_node=1), given)
+    assert (found.cluster.placement, found.cluster.train_workers) == ("colocated", 1)
+    found, _ = choose(
+        minimal(devices_per_node=8, num_nodes=4, rollout_devices=2),
+        given | {"cluster.rollout_devices"},
+    )
+    assert found.cluster.scheduler == "ray"
+    assert (found.cluster.train_workers, found.cluster.rollout_instances) == (16, 8)
+
+
+def test_sizes_from_device_memory(tmp_path: Path) -> None:
+    shape = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128000,
+        "intermediate_size": 14336,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    given = {"model": str(tmp_path), "data": {"train": "t"}, "rewards": [{"use": "exact"}]}
+    cluster = {"devices_per_node": 8, "device_memory_gb": 80.0}
+    found, choices = read(GRPOSettings, given={**given, "cluster": cluster})
+    sizes = {choice.key: choice for choice in choices}
+    assert found.train.engine["max_tokens_per_micro_batch"] == 4096
+    assert (
+        "80 GB of a device - 32.1 GB of state"
+        in sizes["train.engine.max_tokens_per_micro_batch"].reason
+    )
+    assert found.rollout.max_in_flight == 128, "512 answers for 4 instances"
+    assert sizes["rollout.max_in_flight"].value == 128
+    small, _ = read(GRPOSettings, given={**given, "cluster": {**cluster, "device_memory_gb": 24.0}})
+    assert small.rollout.max_in_flight < 128
