@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helmsman.recipes import GRPO
+from helmsman.recipes import GRPO, GRPOSettings
+from helmsman.recipes.config import read
 from helmsman.recipes.settings import Reward
 from tests.recipes.runs import lines
 
@@ -68,6 +70,31 @@ def test_grpo_plan_shows_arithmetic(model: Path, tmp_path: Path) -> None:
     assert "train.engine.max_tokens_per_micro_batch: " in printed
     assert printed.rstrip().splitlines()[-1].startswith("rollout  0")
     assert not (tmp_path / "out").exists()
+
+
+def test_sizes_from_device_memory(tmp_path: Path) -> None:
+    shape = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128000,
+        "intermediate_size": 14336,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    given = {"model": str(tmp_path), "data": {"train": "t"}, "rewards": [{"use": "exact"}]}
+    cluster = {"devices_per_node": 8, "device_memory_gb": 80.0}
+    found, choices = read(GRPOSettings, given={**given, "cluster": cluster})
+    sizes = {choice.key: choice for choice in choices}
+    assert found.train.engine["max_tokens_per_micro_batch"] == 4096
+    assert (
+        "80 GB of a device - 32.1 GB of state"
+        in sizes["train.engine.max_tokens_per_micro_batch"].reason
+    )
+    assert found.rollout.max_in_flight == 128, "512 answers for 4 instances"
+    assert sizes["rollout.max_in_flight"].value == 128
+    small, _ = read(GRPOSettings, given={**given, "cluster": {**cluster, "device_memory_gb": 24.0}})
+    assert small.rollout.max_in_flight < 128
 
 
 def test_grpo_rewards_of_every_kind(model: Path) -> None:

@@ -1,9 +1,7 @@
-"""Test the settings that a recipe chooses: threads, groups of devices, and sizes."""
+"""Test the threads and the groups of devices that a recipe chooses."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +9,6 @@ import pytest
 
 from helmsman.recipes import GRPOSettings
 from helmsman.recipes.choosing import choose, num_cores
-from helmsman.recipes.config import read
 from helmsman.recipes.roles import make_jobs
 from helmsman.recipes.settings import Cluster, Data, Reward
 
@@ -57,28 +54,3 @@ def test_choose_groups_of_devices() -> None:
     )
     assert found.cluster.scheduler == "ray"
     assert (found.cluster.train_workers, found.cluster.rollout_instances) == (16, 8)
-
-
-def test_sizes_from_device_memory(tmp_path: Path) -> None:
-    shape = {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128000,
-        "intermediate_size": 14336,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    given = {"model": str(tmp_path), "data": {"train": "t"}, "rewards": [{"use": "exact"}]}
-    cluster = {"devices_per_node": 8, "device_memory_gb": 80.0}
-    found, choices = read(GRPOSettings, given={**given, "cluster": cluster})
-    sizes = {choice.key: choice for choice in choices}
-    assert found.train.engine["max_tokens_per_micro_batch"] == 4096
-    assert (
-        "80 GB of a device - 32.1 GB of state"
-        in sizes["train.engine.max_tokens_per_micro_batch"].reason
-    )
-    assert found.rollout.max_in_flight == 128, "512 answers for 4 instances"
-    assert sizes["rollout.max_in_flight"].value == 128
-    small, _ = read(GRPOSettings, given={**given, "cluster": {**cluster, "device_memory_gb": 24.0}})
-    assert small.rollout.max_in_flight < 128
