@@ -1,4 +1,4 @@
-"""The code blocks of the documentation, and a runner for the Python ones of a page."""
+"""Finds the code blocks of the documentation, and runs the Python blocks of a page."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"]*)")?\n(.*?)^\1```$', re.DOTALL | re.MULTILINE)
 OTHERS = ("TRL", "OpenRLHF reward_func.py", "AReaL")
 """Titles of code of other libraries, which is parsed and not run: they are not installed."""
+ELSEWHERE = ("docs/recipes.md", "docs/testing.md")
+"""Pages whose snippets other tests run: those of the examples, and of helmsman.testing."""
 
 
 class Snippet(NamedTuple):
@@ -35,12 +37,12 @@ class Snippet(NamedTuple):
 
     @property
     def is_script(self) -> bool:
-        """Whether a reader saves and runs it."""
+        """Whether a reader saves the block and runs it."""
         return '__name__ == "__main__"' in self.code
 
 
 def snippets(page: Path) -> Iterator[Snippet]:
-    """The code blocks of a page that name a language."""
+    """Yield the code blocks of a page that name a language."""
     text = page.read_text()
     for indent, language, title, code in FENCE.findall(text):
         line = text[: text.index(code)].count("\n") + 1
@@ -50,14 +52,14 @@ def snippets(page: Path) -> Iterator[Snippet]:
 
 
 def python_of(page: Path) -> list[Snippet]:
-    """The Python blocks of a page that are to run, in order."""
+    """Return the Python blocks of a page that are to run, in order."""
     return [
         each for each in snippets(page) if each.language == "python" and each.title not in OTHERS
     ]
 
 
 def compiled(snippet: Snippet, code: str) -> Any:
-    """Code whose tracebacks name the page and line, with ``await`` allowed as in a notebook."""
+    """Compile code with tracebacks that name page and line, and ``await`` as in a notebook."""
     padded = "\n" * (snippet.line - 1) + code
     return compile(padded, str(snippet.page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 

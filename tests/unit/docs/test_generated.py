@@ -1,4 +1,4 @@
-"""Generated pages and the API reference follow the sources."""
+"""Test that generated pages and the API reference follow the sources."""
 
 from __future__ import annotations
 

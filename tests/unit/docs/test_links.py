@@ -1,4 +1,4 @@
-"""Links between pages, and from the README, lead to files and headings that exist."""
+"""Test that links of README and documentation lead to files and headings that exist."""
 
 from __future__ import annotations
 

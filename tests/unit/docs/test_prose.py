@@ -1,4 +1,4 @@
-"""Sources, tests and documentation use plain words."""
+"""Test that sources, tests and documentation use plain words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Docstrings of the public surface describe arguments and results."""
+"""Test that docstrings of the public surface describe arguments and results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def own_parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def public_callables() -> Iterator[tuple[str, str, list[str], bool]]:
-    """Name, docstring, parameters, and whether a result is returned."""
+    """Yield name, docstring, parameters, and whether there is a result, of each callable."""
     seen: set[int] = set()
     for module_name in MODULES:
         module = importlib.import_module(module_name)
@@ -68,7 +68,7 @@ def public_callables() -> Iterator[tuple[str, str, list[str], bool]]:
 
 
 def doc_of(owner: type, method: str) -> str:
-    """The docstring of a method, or that of the method which it overrides, with arguments."""
+    """Return the docstring with arguments of a method, or of a method that it overrides."""
     docs = [
         inspect.getdoc(vars(base)[method]) or "" for base in owner.__mro__ if method in vars(base)
     ]
@@ -80,7 +80,7 @@ def returns(function: Callable[..., Any]) -> bool:
 
 
 def missing_parts(doc: str, parameters: list[str], returns: bool) -> list[str]:
-    """What a docstring in Google's style lacks."""
+    """Return the parts that a docstring in Google's style lacks."""
     if len(parameters) < 2:
         return []
     _, args, rest = doc.partition("Args:\n")
@@ -97,7 +97,7 @@ def missing_parts(doc: str, parameters: list[str], returns: bool) -> list[str]:
 
 
 def test_public_callables_describe_arguments_and_results() -> None:
-    """With two or more parameters, each has Args: and, unless it returns nothing, Returns:."""
+    """Callables of two or more parameters have Args: and, if they have a result, Returns:."""
     found = {
         path: missing
         for path, doc, parameters, result in public_callables()
