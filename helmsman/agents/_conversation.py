@@ -90,7 +90,7 @@ class Prompt(NamedTuple):
     """Its tokens after the parent's."""
     rendered: Rendered
     digest: Digest
-    """Of the chat in the prompt."""
+    """Digest of the chat in the prompt."""
     fork: str = ""
     """Why the session forks here; '' if it does not."""
 

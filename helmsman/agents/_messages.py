@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Text that the model produced before its answer, for reasoning models."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
-    """Of the call that a ``tool`` message answers."""
+    """Id of the call that a ``tool`` message answers."""
 
     def for_template(self, *, text_arguments: bool) -> dict[str, Any]:
         """Return the message in the form that chat templates read."""

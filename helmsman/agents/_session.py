@@ -57,7 +57,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """From its start to its end."""
     model_seconds: float = 0.0
-    """Of these, how long turns of the model were in progress; the rest are tools and the agent."""
+    """Seconds in which turns of the model were in progress; tools and the agent take the rest."""
     is_outside: bool = False
     """Whether an outside agent opened the session, by HTTP."""
 

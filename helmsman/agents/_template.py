@@ -59,7 +59,7 @@ class Suffix(NamedTuple):
 
     text: str = ""
     rewrite: str = ""
-    """How the template changes earlier text; '' if it only appends."""
+    """Change of earlier text by the template; '' if it only appends."""
 
 
 class ChatTemplate:

@@ -36,7 +36,7 @@ class RequestKey(msgspec.Struct, frozen=True):
     name: str
     """The key that the agent gave, or a digest of the body."""
     digest: bytes
-    """Of the body."""
+    """Digest of the body."""
     is_given: bool
     """Whether the agent gave the key: it will send the request again until it has an answer."""
     is_repeated: bool

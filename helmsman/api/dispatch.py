@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Dispatch(Enum):
-    """How arguments are distributed over ranks, and which results are returned.
+    """Distribution of arguments over ranks, and selection of the results that are returned.
 
     The names are those of ROLL.
     """
@@ -56,7 +56,7 @@ class Execute(Enum):
 
 
 class Collect(Enum):
-    """How the results of split rows are combined."""
+    """Combination of the results of split rows."""
 
     JOIN = "join"
     """One batch, tensor, array, Ragged or list of all rows. Results without rows, such as numbers,

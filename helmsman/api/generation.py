@@ -17,7 +17,7 @@ InFlight = Literal["keep", "wait", "abort"]
 
 
 class SamplingParams(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """How the next token is drawn; the fields have the same meaning as in vLLM and Hugging Face."""
+    """Settings for drawing the next token, with the meaning of those of vLLM and Hugging Face."""
 
     max_new_tokens: int = 128
     """Maximum number of tokens to generate, stop token included."""

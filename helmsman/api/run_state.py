@@ -75,7 +75,7 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     clock_jump_s: float = 0.0
     """Seconds by which the node's clock was set since its start; negative if it was set back."""
     stacks: list[StackTrace]
-    """Of the threads and tasks that execute calls; of a script, its main thread and its tasks."""
+    """Stacks of threads and tasks that execute calls, or of a script's main thread and tasks."""
     children: dict[int, tuple[str, str]] = {}
     """Pid of a direct child, such as a worker of a DataLoader -> (state in /proc, command)."""
     node: str = ""

@@ -62,7 +62,7 @@ class Report(NamedTuple):
     reason: str = ""
     """Why it is DEAD, as part of a sentence."""
     error: WorkerFailedError | None = None
-    """How it exited; None if it is DEAD because it is silent."""
+    """The error that describes its exit; None if it is DEAD because it is silent."""
     health: WorkerHealth | None = None
     """Health of a worker that ANSWERED."""
     notice: PreemptionNotice | None = None

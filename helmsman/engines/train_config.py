@@ -13,6 +13,11 @@ from helmsman.api.suggestions import Suggesting
 Offload: TypeAlias = Literal["none", "optimizer", "all"]
 """State that is kept on the host while it is not in use."""
 
+LOSS_NAMES = (
+    *("sft", "grpo", "ppo", "decoupled_ppo", "gspo", "cispo", "value", "dpo", "reward_model"),
+)
+"""Short names of losses: the keys of helmsman.engines.losses.LOSSES, which imports torch."""
+
 
 class TrainConfig(
     msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True

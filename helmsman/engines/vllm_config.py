@@ -52,7 +52,7 @@ class VLLMConfig(
     pipeline_parallel_size: int = 1
     """Ranks over which the layers are divided."""
     distributed_executor_backend: str | None = None
-    """How vLLM starts its ranks: ``mp`` (processes of this node) or ``ray``. None: ``mp`` for
+    """Start of vLLM's ranks: ``mp`` (processes of this node) or ``ray``. None: ``mp`` for
     several ranks, on each node of the worker's instance. With ``ray``, each bundle of the worker's
     placement group must have one device.
     """

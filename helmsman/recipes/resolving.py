@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from helmsman.api.suggestions import did_you_mean
-from helmsman.engines.train_config import TrainConfig
+from helmsman.engines.train_config import LOSS_NAMES, TrainConfig
 from helmsman.recipes.roles import ENGINES
 from helmsman.recipes.settings import (
     AGENT_REWARD,
@@ -322,8 +322,6 @@ def _check_rewards(settings: GRPOSettings) -> None:
 
 
 def _check_rest(settings: GRPOSettings) -> None:
-    from helmsman.engines.losses import LOSSES  # imports torch, which takes a second
-
     evaluation, algorithm = settings.evaluation, settings.algorithm
     for section, found in (("rollout", settings.rollout), ("evaluation", evaluation)):
         if not 0 < found.top_p <= 1:
@@ -335,10 +333,10 @@ def _check_rest(settings: GRPOSettings) -> None:
         raise ValueError(
             f"rollout.engine is {engine!r}; expected {', '.join(ENGINES)}, or a class's import path"
         )
-    if "." not in algorithm.loss and algorithm.loss not in LOSSES:
+    if "." not in algorithm.loss and algorithm.loss not in LOSS_NAMES:
         raise ValueError(
-            f"algorithm.loss is {algorithm.loss!r}; expected {', '.join(LOSSES)}, or a function's "
-            "import path"
+            f"algorithm.loss is {algorithm.loss!r}; expected {', '.join(LOSS_NAMES)}, or a "
+            "function's import path"
         )
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
         raise ValueError(

@@ -79,7 +79,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     lr: float = 1e-6
     """Learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate decays over ``steps``."""
+    """Decay of the learning rate over ``steps``."""
     lr_end: float = 0.0
     """Learning rate at the last step of a decaying schedule, as a fraction of ``lr``."""
     minibatches: int = 1
@@ -126,7 +126,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     episode_timeout: float = 1800.0
     """Time limit for all answers to one prompt and their rewards, in seconds."""
     policy: Literal["least_tokens", "prefix", "round_robin"] = "least_tokens"
-    """How requests are routed to instances."""
+    """Routing of requests to instances."""
 
 
 AGENT_REWARD = "agent"
@@ -243,7 +243,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     normalize_std: bool | None = None
     """Divide advantages by the standard deviation of their group."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
-    """How token losses are combined. ``token``: mean over all tokens; ``sequence``: mean of the
+    """Combination of token losses. ``token``: mean over all tokens; ``sequence``: mean of the
     answers' means; ``constant``: each answer's sum divided by ``rollout.max_new_tokens``.
     """
     clip_low: float | None = None
@@ -294,7 +294,7 @@ class Critic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How weights are sent to the rollout instances."""
+    """Transfer of weights to the rollout instances."""
 
     way: Literal["auto", "memory", "device", "collective", "disk"] = "auto"
     """``memory``: shared memory or Ray's object store; ``device``: buffers on devices that trainer

@@ -54,7 +54,7 @@ class WorkerFailedError(CallError, _LoggedError):
     node: str
     pid: int | None
     cause: str
-    """How the process ended, such as 'was killed by SIGKILL'."""
+    """Predicate of a sentence about the end of the process, such as 'was killed by SIGKILL'."""
     exit_code: int | None = None
     exit_signal: int | None = None
     running: str | None = None

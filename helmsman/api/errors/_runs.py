@@ -17,7 +17,7 @@ class InstanceLostError(GenerationError, ConnectionError):
 
     instance_id: str
     reason: str
-    """How the instance was lost, without naming the request."""
+    """Description of the loss of the instance, without the request."""
     may_have_begun: bool
     """Whether the instance may have started the request."""
     template = (

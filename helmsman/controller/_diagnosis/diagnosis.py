@@ -38,7 +38,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     findings: list[Finding]
     waits_for: str
-    """What the run does or waits for now."""
+    """The work that the run does now, or the event that it waits for."""
 
     @property
     def is_healthy(self) -> bool:

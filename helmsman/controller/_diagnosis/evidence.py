@@ -110,7 +110,7 @@ class WorkerEvidence:
 
     @property
     def doing(self) -> str:
-        """What its process does, as a predicate."""
+        """The activity of its process, as a predicate."""
         if self.wait is not None:
             return self.wait.text
         return f"{'is blocked' if self.is_idle else 'computes'}{at(self.stack)}"

@@ -46,7 +46,7 @@ class Durations:
 
 
 class Activity:
-    """What a run does now, and the usual duration of it; phases are recorded."""
+    """The current call and phase of a run, and their usual durations; phases are recorded."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -155,4 +155,4 @@ def _tracer() -> Any:
 
 
 NO_RUN = Activity(Recorder(""))
-"""Of workers without a run; no file has its events."""
+"""Activity of workers without a run; no file has its events."""

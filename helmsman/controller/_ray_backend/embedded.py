@@ -89,7 +89,7 @@ class EmbeddedRay:
 
     @property
     def loss(self) -> ClusterLostError | None:
-        """How it was lost; None while it runs and after an orderly end."""
+        """The error of a lost cluster; None while it runs and after an orderly end."""
         return None if self._error is None else ClusterLostError(**self._error)
 
     def require(self) -> None:

@@ -176,7 +176,7 @@ def require_resumable(request: GenerationRequest, partial: GenerationResult) -> 
 
 
 OnError: TypeAlias = Literal["raise", "yield"]
-"""How a stream reports a failed request."""
+"""A stream raises the error of a failed request, or yields it."""
 Put: TypeAlias = Callable[[], list[Ticket]]
 """Queues the requests of a call, on Helmsman's event loop."""
 

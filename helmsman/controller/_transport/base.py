@@ -26,7 +26,7 @@ class TransportLostError(Exception):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a worker ended, as far as known."""
+    """The cause and status of a worker's end, as far as known."""
 
     cause: str
     """Predicate of a sentence about the worker, such as 'was ended by SIGKILL'."""

@@ -148,7 +148,7 @@ class WorkerClient:
 
     @property
     def end_cause(self) -> str:
-        """How the worker ended, as the predicate of a sentence; '' while it lives."""
+        """Describe how the worker ended, as the predicate of a sentence; '' while it lives."""
         return self._ending.cause if self._ending is not None else ""
 
     @property

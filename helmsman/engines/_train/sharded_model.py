@@ -28,7 +28,7 @@ from helmsman.engines.train_config import TrainConfig
 
 
 class ModelTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """How a sharded model takes its rows and returns its logits."""
+    """Layout of the rows that a sharded model takes and of the logits that it returns."""
 
     batching: Batching
     uses_row_attention: bool

@@ -29,7 +29,7 @@ from helmsman.engines._models.model import seeded
 from helmsman.engines._weights.checkpoint_names import CheckpointNames, Region
 
 Sources = Mapping[str, Mapping[str, Region]]
-"""Where the tensors of files belong: by name in the model, then by name in files."""
+"""Regions of the tensors in files: name in the model -> name in files -> region."""
 
 
 def defer_model(

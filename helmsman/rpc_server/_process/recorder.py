@@ -38,7 +38,7 @@ _SLOTS_AT = _NAMES_AT + NUM_NAMES * _NAME.size
 _FIRST_VALUE = _SLOTS_AT // 8 + 3
 FILE_BYTES = _SLOTS_AT + NUM_SLOTS * _SLOT.size
 _MOST_RECORDINGS, _LOG_BYTES = 2, 1 << 20
-"""Of a worker, for a controller on another node."""
+"""Limits of the files of a worker that are read for a controller on another node."""
 _LAST_CHANCE = NUM_SLOTS - 256
 """A slot counts as overwritten after this many further ones, since other threads write, too."""
 

@@ -72,7 +72,7 @@ class Kill(msgspec.Struct, frozen=True, tag=True):
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
     socket_path: str
-    """Of its Spawn."""
+    """Path in its Spawn."""
     pid: int
 
 
@@ -80,7 +80,7 @@ class NotSpawned(msgspec.Struct, frozen=True, tag=True):
     """A worker's log cannot be opened, or the system refused its socket or process."""
 
     socket_path: str
-    """Of its Spawn."""
+    """Path in its Spawn."""
     reason: str
 
 
@@ -89,7 +89,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
     pid: int
     status: int
-    """As returned by waitpid."""
+    """Status that waitpid returned."""
 
 
 class FamilyEnded(msgspec.Struct, frozen=True, tag=True):

@@ -24,6 +24,7 @@ from helmsman.engines.losses import (
     sft_loss,
     value_loss,
 )
+from helmsman.engines.train_config import LOSS_NAMES
 
 
 def column(*values: float) -> torch.Tensor:
@@ -159,6 +160,10 @@ ARGUMENTS: dict[str, dict[str, object]] = {
 }
 READS_BEFORE = "value"
 """The loss in which the output before a token stands for the token."""
+
+
+def test_losses_names() -> None:
+    assert tuple(LOSSES) == LOSS_NAMES
 
 
 @pytest.mark.parametrize("name", LOSSES)
