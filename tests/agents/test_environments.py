@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientResponseError, web
-from openai.types.responses import Response
 
 from helmsman import HelmsmanError
 from helmsman.agents import AgentGateway, SessionLimits, play, run_task_folder
@@ -222,6 +221,8 @@ class ResourcesServer:
         return web.Response(text=secret if (await request.json())["key"] == "a" else "nothing")
 
     async def verify(self, request: web.Request) -> web.Response:
+        from openai.types.responses import Response  # takes a second
+
         body = await request.json()
         assert body["secret"] == self.secrets[request.cookies["session"]]
         assert "input" in body["responses_create_params"]

@@ -1,4 +1,4 @@
-"""Batches go to TensorDict and back, each kind of column as what TensorDict has for it."""
+"""Test that batches become TensorDicts and come back, with each kind of column."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import NonTensorStack, TensorDict
 
 from helmsman.api.batch import Batch
 from helmsman.api.columns import Column, Ragged, same
 from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.parts import PerPart
 from tests.api.columns import QUICK, ROWS, lists, raggeds, tensors
+
+
+def tensordict_of(fields: dict[str, Any], batch_size: list[int]) -> Any:
+    from tensordict import TensorDict  # takes a second, which the collection of tests is spared
+
+    return TensorDict(fields, batch_size)
 
 
 def sized(num_rows: int) -> st.SearchStrategy[Batch]:
@@ -37,7 +42,7 @@ def sized(num_rows: int) -> st.SearchStrategy[Batch]:
 @given(ROWS.flatmap(sized))
 def test_tensordict_there_and_back(batch: Batch) -> None:
     tensordict = batch.to_tensordict()
-    assert isinstance(tensordict, TensorDict)
+    assert type(tensordict) is type(tensordict_of({}, [0]))
     assert tensordict.batch_size == (len(batch),)
     assert Batch.from_tensordict(tensordict).equals(batch)
 
@@ -127,8 +132,10 @@ def test_from_tensordict_foreign_entries() -> None:
     gaps = torch.nested.narrow(
         torch.arange(12).reshape(2, 6), 1, starts, lengths, layout=torch.jagged
     )
-    tensordict = TensorDict(
-        {"nested": nested, "gaps": gaps, "stack": NonTensorStack("x", "y")}, batch_size=[2]
+    from tensordict import NonTensorStack
+
+    tensordict = tensordict_of(
+        {"nested": nested, "gaps": gaps, "stack": NonTensorStack("x", "y")}, [2]
     )
     tensordict["for_all"] = "text"
     batch = Batch.from_tensordict(tensordict)
@@ -155,18 +162,18 @@ def test_from_tensordict_foreign_entries() -> None:
             "expected a TensorDict, got a dict; for a plain dict, use Batch",
         ),
         (
-            lambda: Batch.from_tensordict(TensorDict({}, [2, 3])),
+            lambda: Batch.from_tensordict(tensordict_of({}, [2, 3])),
             ValueError,
             "has the batch size (2, 3); expected one dimension",
         ),
         (
-            lambda: Batch.from_tensordict(TensorDict({}, [])),
+            lambda: Batch.from_tensordict(tensordict_of({}, [])),
             ValueError,
             "the TensorDict has the batch size ()",
         ),
         (
             lambda: Batch.from_tensordict(
-                TensorDict({"deep": TensorDict({"a": torch.zeros(2)}, [2])}, [2])
+                tensordict_of({"deep": tensordict_of({"a": torch.zeros(2)}, [2])}, [2])
             ),
             TypeError,
             "entry 'deep' is a TensorDict itself; flatten it first (flatten_keys)",
