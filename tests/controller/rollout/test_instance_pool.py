@@ -1,6 +1,4 @@
-"""Instances come and go while requests run, with real processes: nothing is lost, and no worker is
-forgotten.
-"""
+"""Tests of adding, removing and draining instances of a rollout on processes."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,23 +14,30 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import (
+    GroupCallError,
     HelmsmanError,
     InvalidSpecError,
     WorkerFailedError,
     WorkerNotFoundError,
 )
 from helmsman.api.generation import GenerationResult, SamplingParams
-from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._aio.event_loop import background_loop
+from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy
 from helmsman.controller._generation.health import Health, SupervisionPolicy
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._training.train_controller import TrainController
 from tests.contract.helpers import Gate, wait_gone, wait_until
-from tests.controller.rollout.conftest import POLICY
+from tests.controller.rollout.helpers import (
+    POLICY,
+    begin,
+    in_flight,
+    kill,
+    pid_of,
+    served,
+    state_of,
+)
 
 GATED = {"engine_kwargs": {"gated": True}, "max_in_flight_per_worker": 4}
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -57,24 +62,12 @@ def _rollout(
         yield rollout
 
 
-def _begin(work: Coroutine[Any, Any, Any]) -> Future[Any]:
-    return asyncio.run_coroutine_threadsafe(work, background_loop())
-
-
-def _served(scheduler: Scheduler, worker_id: str) -> list[str]:
-    return list(scheduler.call_engine(worker_id, "figures")[2])
-
-
-def _in_flight(rollout: RolloutController) -> dict[str, int]:
-    return {id_: each.num_in_flight for id_, each in rollout.stats().instances.items()}
-
-
 def _finish(
     scheduler: Scheduler, rollout: RolloutController, futures: list[Future[GenerationResult]]
 ) -> list[list[int]]:
     def all_done() -> bool:
         for worker in rollout.workers:
-            with contextlib.suppress(WorkerNotFoundError, WorkerFailedError):  # it leaves just now
+            with contextlib.suppress(WorkerNotFoundError, WorkerFailedError):  # It may be leaving.
                 scheduler.call_engine(worker.id, "finish")
         return all(future.done() for future in futures)
 
@@ -83,14 +76,10 @@ def _finish(
 
 
 def _ids(scheduler: Scheduler, rollout: RolloutController) -> list[str]:
-    """The workers, on which all must agree."""
+    """Return the worker ids, on which scheduler and rollout must agree."""
     ids = [worker.id for worker in scheduler.get_workers("rollout")]
     assert ids == [worker.id for worker in rollout.workers] == list(rollout.stats().instances)
     return ids
-
-
-def _pid(scheduler: Scheduler, worker_id: str) -> int:
-    return next(status.pid for status in scheduler.status() if status.worker_id == worker_id) or 0
 
 
 def test_add_and_remove_beside_requests(scheduler: Scheduler) -> None:
@@ -117,41 +106,39 @@ def test_drain_until_undrain(scheduler: Scheduler) -> None:
         rollout.drain(["rollout/1"])
         assert rollout.stats().instances["rollout/1"].is_draining
         assert len(rollout.generate([[1]] * 10)) == 10
-        assert _served(scheduler, "rollout/1") == []
+        assert served(scheduler, "rollout/1") == []
         assert rollout.update_weights({"weight": [1.0]}, 1) == 1
-        assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1}, "it follows all the same"
+        assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1}, "drained instances follow"
         rollout.undrain(["rollout/1"])
         assert len(rollout.generate([[1]] * 10)) == 10
-        assert _served(scheduler, "rollout/1")
+        assert served(scheduler, "rollout/1")
 
 
 def test_drain_cancelled_or_undrained(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=2, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1]) for i in range(8)]
-        wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
-        cancelled = _begin(rollout.async_drain(["rollout/1"]))
-        other = _begin(rollout.async_drain(["rollout/1"]))
+        wait_until(lambda: in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
+        cancelled = begin(rollout.async_drain(["rollout/1"]))
+        other = begin(rollout.async_drain(["rollout/1"]))
         wait_until(lambda: rollout.stats().instances["rollout/1"].is_draining, "it is drained")
         cancelled.cancel()
-        rollout.versions()  # a turn of the loop at least
-        assert rollout.stats().instances["rollout/1"].is_draining, (
-            "somebody else still wants it to get nothing"
-        )
+        rollout.versions()  # at least one turn of the loop
+        assert rollout.stats().instances["rollout/1"].is_draining, "the other drain is in force"
         rollout.undrain(["rollout/1"])
         with pytest.raises(HelmsmanError, match="Drain of rollout/1 did not complete"):
             other.result(30)
         assert not rollout.stats().instances["rollout/1"].is_draining
         futures += [rollout.submit([i + 1]) for i in range(8)]
         assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(8)] * 2
-        assert len(_served(scheduler, "rollout/1")) > 4
+        assert len(served(scheduler, "rollout/1")) > 4
 
 
-def test_remove_refuses_the_last_and_a_second_time(scheduler: Scheduler) -> None:
+def test_remove_refuses_last_and_removed_workers(scheduler: Scheduler) -> None:
     with _rollout(scheduler, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1]) for i in range(12)]
-        wait_until(lambda: set(_in_flight(rollout).values()) == {4}, "all are full")
-        first = _begin(rollout.async_remove(["rollout/1"]))
-        second = _begin(rollout.async_remove(["rollout/0"]))
+        wait_until(lambda: set(in_flight(rollout).values()) == {4}, "all are full")
+        first = begin(rollout.async_remove(["rollout/1"]))
+        second = begin(rollout.async_remove(["rollout/0"]))
         wait_until(
             lambda: sum(each.is_draining for each in rollout.stats().instances.values()) == 2,
             "both are drained",
@@ -178,16 +165,16 @@ def test_remove_refuses_the_last_and_a_second_time(scheduler: Scheduler) -> None
 
 def test_scale_concurrently(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=1) as rollout:
-        for scaling in [_begin(rollout.async_scale(3)) for _ in range(4)]:
+        for scaling in [begin(rollout.async_scale(3)) for _ in range(4)]:
             scaling.result(60)
         assert len(_ids(scheduler, rollout)) == 3
-        for scaling in [_begin(rollout.async_scale(2)) for _ in range(4)]:
+        for scaling in [begin(rollout.async_scale(2)) for _ in range(4)]:
             scaling.result(60)
         assert _ids(scheduler, rollout) == ["rollout/0", "rollout/1"]
 
 
 def test_undrain_at_the_end_of_a_removal(scheduler: Scheduler) -> None:
-    """Their drain is through as soon as it begins: each is removed, or serves again."""
+    """Idle instances are drained at once: each is removed, or serves again."""
 
     async def scenario(rollout: RolloutController, waiting: list[Future[GenerationResult]]) -> None:
         removal = asyncio.ensure_future(rollout.async_remove(["rollout/1", "rollout/2"]))
@@ -201,7 +188,7 @@ def test_undrain_at_the_end_of_a_removal(scheduler: Scheduler) -> None:
 
     with _rollout(scheduler, max_in_flight_per_worker=1) as rollout:
         waiting: list[Future[GenerationResult]] = []
-        _begin(scenario(rollout, waiting)).result(30)
+        begin(scenario(rollout, waiting)).result(30)
         assert [future.result(30).token_ids for future in waiting] == [[6], [6]]
         _ids(scheduler, rollout)
 
@@ -209,13 +196,13 @@ def test_undrain_at_the_end_of_a_removal(scheduler: Scheduler) -> None:
 def test_remove_while_paused(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=2, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1], SamplingParams(max_new_tokens=1)) for i in range(20)]
-        wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
+        wait_until(lambda: in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
         rollout.pause()
         rollout.remove(["rollout/0"], migrate=True)
         assert _ids(scheduler, rollout) == ["rollout/1"]
         assert rollout.add() == ["rollout/2"]
-        assert _in_flight(rollout) == {"rollout/1": 4, "rollout/2": 0}, (
-            "nothing starts while it is paused"
+        assert in_flight(rollout) == {"rollout/1": 4, "rollout/2": 0}, (
+            "nothing starts during a pause"
         )
         rollout.resume()
         assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(20)]
@@ -224,8 +211,8 @@ def test_remove_while_paused(scheduler: Scheduler) -> None:
 def test_remove_cancelled_early(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=2, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1]) for i in range(8)]
-        wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
-        removal = _begin(rollout.async_remove(["rollout/0"]))
+        wait_until(lambda: in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
+        removal = begin(rollout.async_remove(["rollout/0"]))
         wait_until(lambda: rollout.stats().instances["rollout/0"].is_draining, "it is drained")
         removal.cancel()
         wait_until(
@@ -233,7 +220,7 @@ def test_remove_cancelled_early(scheduler: Scheduler) -> None:
         )
         futures += [rollout.submit([i + 1]) for i in range(8)]
         assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(8)] * 2
-        assert len(_served(scheduler, "rollout/0")) > 4
+        assert len(served(scheduler, "rollout/0")) > 4
         assert _ids(scheduler, rollout) == ["rollout/0", "rollout/1"]
         rollout.remove(["rollout/0"])
         assert _ids(scheduler, rollout) == ["rollout/1"]
@@ -241,16 +228,16 @@ def test_remove_cancelled_early(scheduler: Scheduler) -> None:
 
 def test_remove_cancelled_late_is_finished(scheduler: Scheduler, gate: Gate) -> None:
     with _rollout(scheduler) as rollout:
-        pid = _pid(scheduler, "rollout/1")
-        # its engine cannot be destroyed
-        held = _begin(scheduler.async_call_engine("rollout/1", "wait", None, *gate.files))
+        pid = pid_of(scheduler, "rollout/1")
+        # Its engine cannot be destroyed meanwhile.
+        held = begin(scheduler.async_call_engine("rollout/1", "wait", None, *gate.files))
         gate.wait_started()
-        removal = _begin(rollout.async_remove(["rollout/1"]))
-        wait_until(lambda: "rollout/1" not in rollout.stats().instances, "its end has begun")
+        removal = begin(rollout.async_remove(["rollout/1"]))
+        wait_until(lambda: "rollout/1" not in rollout.stats().instances, "its removal has begun")
         removal.cancel()
         wait_gone({"rollout/1": pid})
         assert isinstance(held.exception(30), HelmsmanError)
-        wait_until(lambda: len(rollout.workers) == 2, "it is finished")
+        wait_until(lambda: len(rollout.workers) == 2, "the removal completes")
         assert _ids(scheduler, rollout) == ["rollout/0", "rollout/2"]
         assert len(rollout.generate([[1]] * 10)) == 10
 
@@ -267,10 +254,10 @@ def test_remove_during_rebuild(scheduler: Scheduler, tmp_path: Path, gate: Gate)
     hold, options = _slow(tmp_path, gate)
     with _rollout(scheduler, **options) as rollout:
         hold.touch()
-        os.kill(_pid(scheduler, "rollout/1"), signal.SIGKILL)
+        kill(scheduler, "rollout/1")
         gate.wait_started()
-        assert rollout.stats().instances["rollout/1"].state is Health.RESTARTING
-        pid = _pid(scheduler, "rollout/1")
+        assert state_of(rollout, "rollout/1") is Health.RESTARTING
+        pid = pid_of(scheduler, "rollout/1")
         rollout.remove(["rollout/1"])
         wait_gone({"rollout/1": pid})
         assert _ids(scheduler, rollout) == ["rollout/0", "rollout/2"]
@@ -280,31 +267,31 @@ def test_remove_during_rebuild(scheduler: Scheduler, tmp_path: Path, gate: Gate)
         assert {each.state for each in rollout.stats().instances.values()} == {Health.HEALTHY}
 
 
-def test_add_cancelled_or_refused_leaves_nothing(
+def test_add_cancelled_or_failed_leaves_no_worker(
     scheduler: Scheduler, tmp_path: Path, gate: Gate
 ) -> None:
     hold, options = _slow(tmp_path, gate)
     with _rollout(scheduler, replicas=1, **options) as rollout:
         hold.touch()
-        addition = _begin(rollout.async_add())
+        addition = begin(rollout.async_add())
         gate.wait_started()
-        pid = _pid(scheduler, "rollout/1")
+        pid = pid_of(scheduler, "rollout/1")
         addition.cancel()
         wait_gone({"rollout/1": pid})
         wait_until(
             lambda: len(scheduler.get_workers("rollout")) == len(rollout.workers) == 1,
-            "it is not there",
+            "the addition is undone",
         )
         assert _ids(scheduler, rollout) == ["rollout/0"]
         gate.open()
         assert rollout.add() == ["rollout/2"]
-        early = _begin(rollout.async_add())
-        early.cancel()  # before its workers are there
+        early = begin(rollout.async_add())
+        early.cancel()  # before its workers exist
         wait_until(
             lambda: (
                 early.done() and len(scheduler.get_workers("rollout")) == len(rollout.workers) == 2
             ),
-            "nor is this",
+            "the early addition is undone",
         )
         hold.write_text("refuse")
         with pytest.raises(HelmsmanError, match="it was told to refuse"):
@@ -316,16 +303,16 @@ def test_add_cancelled_or_refused_leaves_nothing(
 
 def test_add_serves_together_or_not_at_all(scheduler: Scheduler) -> None:
     def is_asked(worker_id: str) -> bool:
-        with contextlib.suppress(HelmsmanError):  # it is not there yet
+        with contextlib.suppress(HelmsmanError):  # It does not exist yet.
             return bool(scheduler.call_engine(worker_id, "figures")[0])
         return False
 
     with _rollout(scheduler, replicas=1) as rollout:
-        update = _begin(rollout.async_update_weights({"weight": "held"}, 1))
+        update = begin(rollout.async_update_weights({"weight": "held"}, 1))
         wait_until(lambda: is_asked("rollout/0"), "it is asked to take the weights")
         scheduler.call_engine("rollout/0", "finish")
         assert update.result(30) == 1
-        addition = _begin(rollout.async_add(2))
+        addition = begin(rollout.async_add(2))
         wait_until(
             lambda: is_asked("rollout/1") and is_asked("rollout/2"),
             "both are asked to take the weights",
@@ -334,7 +321,7 @@ def test_add_serves_together_or_not_at_all(scheduler: Scheduler) -> None:
         wait_until(lambda: scheduler.call_engine("rollout/1", "get_version") == 1, "one has them")
         with pytest.raises(WorkerNotFoundError, match="rollout/1"):
             rollout.remove(["rollout/1"])
-        pids = {worker_id: _pid(scheduler, worker_id) for worker_id in ("rollout/1", "rollout/2")}
+        pids = {worker_id: pid_of(scheduler, worker_id) for worker_id in ("rollout/1", "rollout/2")}
         os.kill(pids["rollout/2"], signal.SIGKILL)
         assert isinstance(addition.exception(30), WorkerFailedError)
         wait_gone(pids)
@@ -344,12 +331,10 @@ def test_add_serves_together_or_not_at_all(scheduler: Scheduler) -> None:
 def test_add_without_supervision_waits_for_update(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=1, supervision=None) as rollout:
         assert rollout.add() == ["rollout/1"]
-        assert rollout.stats().instances["rollout/1"].state is Health.HEALTHY, (
-            "it has the weights that all have"
-        )
+        assert state_of(rollout, "rollout/1") is Health.HEALTHY, "no instance has other weights"
         assert rollout.update_weights({"weight": [1.0]}, 1) == 1
         assert rollout.add() == ["rollout/2"]
-        assert rollout.stats().instances["rollout/2"].state is Health.STALE
+        assert state_of(rollout, "rollout/2") is Health.STALE
         assert rollout.update_weights({"weight": [1.0]}, 2) == 2
         assert {each.state for each in rollout.stats().instances.values()} == {Health.HEALTHY}
         rollout.remove(["rollout/0"])
@@ -370,16 +355,43 @@ def test_update_weights_beside_removal(
     scheduler: Scheduler, supervision: SupervisionPolicy | None
 ) -> None:
     with _rollout(scheduler, replicas=2, supervision=supervision) as rollout:
-        update = _begin(rollout.async_update_weights({"weight": "held"}, 1))
+        update = begin(rollout.async_update_weights({"weight": "held"}, 1))
         wait_until(
             lambda: (
                 {scheduler.call_engine(worker.id, "figures")[0] for worker in rollout.workers}
                 == {1}
             ),
-            "it is there",
+            "both have received the update",
         )
         rollout.remove(["rollout/1"])
         assert not update.done()
         scheduler.call_engine("rollout/0", "finish")
         assert update.result(30) == 1
         assert rollout.versions() == {"rollout/0": 1}
+
+
+def test_rollout_in_workers_of_another_role(scheduler: Scheduler) -> None:
+    actor = TrainController(
+        scheduler, "tests.controller.engines.RecordingTrainer", Job(role="actor", replicas=2)
+    )
+    strategy = SchedulingStrategy(type="colocation", target="actor")
+    rollout = RolloutController(
+        scheduler,
+        "tests.controller.engines.CountingRollout",
+        Job(role="rollout", replicas=2, scheduling_strategy=strategy),
+    )
+    actor.initialize()
+    rollout.initialize()
+    assert len({status.pid for status in scheduler.status()}) == 2
+    assert [result.token_ids for result in rollout.generate([[1], [2], [3]])] == [[2], [3], [4]]
+    assert actor.update_rollout(rollout) == 0
+    with pytest.raises(WorkerFailedError):
+        scheduler.call_engine("rollout/1", "die")
+    with pytest.raises(GroupCallError, match="SIGKILL"):
+        rollout.versions()
+    states = [load.state for load in rollout.stats().instances.values()]
+    assert states == [Health.HEALTHY, Health.DEAD]
+    assert len(rollout.generate([[1], [2]])) == 2
+    actor.close()  # ends the engines in its workers, too
+    rollout.close()
+    assert scheduler.status() == []

@@ -1,14 +1,10 @@
-"""Some instances sleep while the others serve, with real processes."""
+"""Tests of a rollout on processes of which some instances sleep while the others serve."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,14 +15,22 @@ from helmsman.api.errors import (
     WorkerNotFoundError,
 )
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._aio.event_loop import background_loop
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.helpers import wait_until
-from tests.controller.rollout.conftest import POLICY
-
-pytestmark = pytest.mark.slow
+from tests.controller.rollout.helpers import (
+    POLICY,
+    awake,
+    begin,
+    in_flight,
+    kill,
+    num_updates,
+    pid_of,
+    served,
+    state_of,
+    wait_state,
+)
 
 
 @pytest.fixture
@@ -42,18 +46,6 @@ def rollout(scheduler: Scheduler, tmp_path: Path) -> Iterator[RolloutController]
         yield rollout
 
 
-def awake(rollout: RolloutController) -> list[str]:
-    return [rollout.scheduler.call_engine(worker.id, "how_awake") for worker in rollout.workers]
-
-
-def served(rollout: RolloutController, worker_id: str) -> int:
-    return len(rollout.scheduler.call_engine(worker_id, "figures")[2])
-
-
-def pid(scheduler: Scheduler, worker_id: str) -> int:
-    return next(status.pid for status in scheduler.status() if status.worker_id == worker_id) or 0
-
-
 def test_sleep_of_some_leaves_requests_to_the_others(rollout: RolloutController) -> None:
     rollout.sleep(worker_ids=rollout.workers[1:])
     rollout.sleep(worker_ids=["rollout/2", "rollout/2"])  # idempotent
@@ -61,12 +53,12 @@ def test_sleep_of_some_leaves_requests_to_the_others(rollout: RolloutController)
     stats = rollout.stats().instances
     assert [each.is_asleep for each in stats.values()] == [False, True, True]
     assert [result.token_ids for result in rollout.generate([[1]] * 12)] == [[2]] * 12
-    assert [served(rollout, worker.id) for worker in rollout.workers] == [12, 0, 0]
+    assert [len(served(rollout.scheduler, worker.id)) for worker in rollout.workers] == [12, 0, 0]
     rollout.wake(worker_ids=["rollout/1"])
-    rollout.wake(worker_ids=["rollout/1", "rollout/0"])  # awake already
+    rollout.wake(worker_ids=["rollout/1", "rollout/0"])  # They are awake already.
     assert awake(rollout) == ["awake", "awake", "asleep"]
     rollout.generate([[1]] * 12)
-    assert served(rollout, "rollout/1") > 0 and served(rollout, "rollout/2") == 0
+    assert served(rollout.scheduler, "rollout/1") and served(rollout.scheduler, "rollout/2") == []
 
 
 def test_sleep_of_some_moves_their_requests(scheduler: Scheduler, tmp_path: Path) -> None:
@@ -78,51 +70,47 @@ def test_sleep_of_some_moves_their_requests(scheduler: Scheduler, tmp_path: Path
         max_in_flight_per_worker=4,
     ) as rollout:
         futures = [rollout.submit([number]) for number in range(1, 5)]
-        wait_until(
-            lambda: all(each.num_in_flight == 2 for each in rollout.stats().instances.values()),
-            "each has two",
-        )
+        wait_until(lambda: set(in_flight(rollout).values()) == {2}, "each instance has two")
         with pytest.raises(
             RequestsInFlightError, match=r"sleep\(in_flight='wait'\) .* in flight: gated/1 has 2\. "
         ):
             rollout.sleep(worker_ids=["gated/1"], timeout=0.2)
         rollout.sleep(in_flight="abort", worker_ids=["gated/1"])
-        in_flight = {id_: each.num_in_flight for id_, each in rollout.stats().instances.items()}
-        assert in_flight == {"gated/0": 4, "gated/1": 0}
+        assert in_flight(rollout) == {"gated/0": 4, "gated/1": 0}
         scheduler.call_engine("gated/0", "finish")
         wait_until(
             lambda: (
                 bool(scheduler.call_engine("gated/0", "finish"))
                 or all(future.done() for future in futures)
             ),
-            "they end",
+            "the requests end",
         )
         assert [future.result(30).token_ids[0] for future in futures] == [2, 3, 4, 5]
 
 
-def test_wake_of_some_brings_weights(rollout: RolloutController) -> None:
+def test_wake_of_some_updates_weights(rollout: RolloutController) -> None:
     rollout.sleep(worker_ids=["rollout/2"])
     assert rollout.update_weights({"weight": [1.0]}, 5) == 5
     assert rollout.versions() == {"rollout/0": 5, "rollout/1": 5}
-    assert rollout.stats().instances["rollout/2"].state is Health.STALE
+    assert state_of(rollout, "rollout/2") is Health.STALE
     assert rollout.scheduler.call_engine("rollout/2", "get_version") == 0
     rollout.wake(worker_ids=["rollout/2"])
     assert rollout.versions() == {"rollout/0": 5, "rollout/1": 5, "rollout/2": 5}
-    assert rollout.stats().instances["rollout/2"].state is Health.HEALTHY
+    assert state_of(rollout, "rollout/2") is Health.HEALTHY
 
 
 def test_wake_of_some_that_dropped_weights(rollout: RolloutController) -> None:
     rollout.sleep(2, worker_ids=["rollout/2"])
     rollout.wake(worker_ids=["rollout/2"])
-    assert rollout.stats().instances["rollout/2"].state is Health.STALE, "there was no update yet"
+    assert state_of(rollout, "rollout/2") is Health.STALE, "no update has been pushed yet"
     rollout.generate([[1]] * 12)
-    assert served(rollout, "rollout/2") == 0
+    assert served(rollout.scheduler, "rollout/2") == []
     rollout.update_weights({"weight": [1.0]}, 1)
     rollout.generate([[1]] * 12)
-    assert served(rollout, "rollout/2") > 0
+    assert served(rollout.scheduler, "rollout/2")
     rollout.sleep(2, worker_ids=["rollout/2"])
     rollout.wake(worker_ids=["rollout/2"])
-    assert rollout.stats().instances["rollout/2"].state is Health.HEALTHY, "weights are kept"
+    assert state_of(rollout, "rollout/2") is Health.HEALTHY, "weights are kept"
 
 
 def test_sleep_of_some_within_sleep_of_all(rollout: RolloutController) -> None:
@@ -137,26 +125,20 @@ def test_sleep_of_some_within_sleep_of_all(rollout: RolloutController) -> None:
     rollout.wake()
     assert awake(rollout) == ["awake"] * 3
     rollout.generate([[1]] * 12)
-    assert served(rollout, "rollout/2") > 0
+    assert served(rollout.scheduler, "rollout/2")
 
 
 def test_sleeper_is_rebuilt_after_wake(rollout: RolloutController) -> None:
     scheduler = rollout.scheduler
     rollout.update_weights({"weight": [1.0]}, 2)
     rollout.sleep(worker_ids=["rollout/1"])
-    before = pid(scheduler, "rollout/1")
-    os.kill(before, signal.SIGKILL)
-    wait_until(
-        lambda: rollout.stats().instances["rollout/1"].state is Health.RESTARTING,
-        "its rebuild waits",
-    )
+    before = kill(scheduler, "rollout/1")
+    wait_state(rollout, "rollout/1", Health.RESTARTING)
     rollout.generate([[1]] * 4)
-    assert rollout.stats().instances["rollout/1"].state is Health.RESTARTING
+    assert state_of(rollout, "rollout/1") is Health.RESTARTING
     rollout.wake(worker_ids=["rollout/1"])
-    wait_until(
-        lambda: rollout.stats().instances["rollout/1"].state is Health.HEALTHY, "it is rebuilt"
-    )
-    assert pid(scheduler, "rollout/1") != before
+    wait_state(rollout, "rollout/1", Health.HEALTHY)
+    assert pid_of(scheduler, "rollout/1") != before
     assert rollout.versions() == dict.fromkeys(["rollout/0", "rollout/1", "rollout/2"], 2)
 
 
@@ -186,13 +168,8 @@ def test_sleep_of_some_refuses(rollout: RolloutController) -> None:
 
 
 def test_sleep_of_some_waits_for_update(rollout: RolloutController) -> None:
-    def begin(work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, background_loop())
-
     updating = begin(rollout.async_update_weights({"weight": "held"}, 3))
-    wait_until(
-        lambda: rollout.scheduler.call_engine("rollout/2", "figures")[0] == 1, "it has the update"
-    )
+    wait_until(lambda: num_updates(rollout.scheduler, "rollout/2") == 1, "the update begins")
     sleeping = begin(rollout.async_sleep(worker_ids=["rollout/2"]))
     rollout.stats()
     assert not sleeping.done()

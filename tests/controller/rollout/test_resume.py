@@ -1,33 +1,28 @@
-"""Real engines: what is interrupted goes on as if it had not been, and a prompt's samples compute
-it once.
-"""
+"""Tests of interrupted requests and of samples with real engines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from helmsman.api.generation import SamplingParams
+from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._generation.routing import RoundRobin
+from helmsman.controller._rollout.request_api import samples_of
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.engines._models.model import build_model
 from tests.contract.helpers import wait_until
 from tests.engines.small_models import QWEN2, random_tokens
 
-NUM_TOKENS = 800
+NUM_TOKENS = 400
 PROMPTS = [random_tokens(length, seed=length) for length in (3, 9, 5)]
 SAMPLING = [
     SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0),
     SamplingParams(max_new_tokens=NUM_TOKENS, seed=2**40 + 5),
     SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.8, top_p=0.9, seed=6),
 ]
-
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +36,17 @@ def scheduler(engines_scheduler: Scheduler) -> Iterator[Scheduler]:
 
 @pytest.fixture(scope="module")
 def rollout(scheduler: Scheduler) -> Iterator[RolloutController]:
-    """It gives the samples of a prompt to one instance."""
-    with _started(scheduler, "rollout", samples_by_engine=True) as rollout:
-        yield rollout
-
-
-def _started(scheduler: Scheduler, role: str, **options: Any) -> RolloutController:
+    """Rollout that sends all samples of a prompt to one instance."""
     engine = {"model": QWEN2, "max_model_len": 1024, "max_concurrency": 8}
-    rollout = RolloutController(
+    with RolloutController(
         scheduler,
         "helmsman.engines.rollout.HFRolloutEngine",
-        Job(role=role, replicas=2),
+        Job(role="rollout", replicas=2),
         engine_kwargs=engine,
         policy=RoundRobin(),
-        **options,
-    )
-    rollout.initialize()
-    return rollout
+        samples_by_engine=True,
+    ) as rollout:
+        yield rollout
 
 
 def _stat(scheduler: Scheduler, name: str) -> int:
@@ -66,17 +55,17 @@ def _stat(scheduler: Scheduler, name: str) -> int:
 
 def test_pause_and_resume_keep_the_tokens(scheduler: Scheduler, rollout: RolloutController) -> None:
     whole = rollout.generate(PROMPTS, SAMPLING)
-    # those that it has, under other versions
+    # the same weights, under other versions
     weights = build_model(QWEN2, seed=0, dtype=torch.float32).state_dict()
     futures = [rollout.submit(prompt, each) for prompt, each in zip(PROMPTS, SAMPLING, strict=True)]
     for version in (1, 2):
         before = _stat(scheduler, "num_generated_tokens")
         wait_until(
             lambda before=before: _stat(scheduler, "num_generated_tokens") > before + 60,  # type: ignore[misc]
-            "they have tokens",
+            "the requests have tokens",
         )
         rollout.pause("abort", 30)
-        assert rollout.stats().num_queued == len(PROMPTS), "none has come to its end yet"
+        assert rollout.stats().num_queued == len(PROMPTS), "no request has ended"
         assert _stat(scheduler, "num_running") == 0
         rollout.update_weights(weights, version)
         rollout.resume()
@@ -95,7 +84,9 @@ def test_submit_resumes_from_an_aborted_result(
     (whole,) = rollout.generate(PROMPTS[1:2], SAMPLING[1])
     before = _stat(scheduler, "num_generated_tokens")
     future = rollout.submit(PROMPTS[1], SAMPLING[1])
-    wait_until(lambda: _stat(scheduler, "num_generated_tokens") > before + 10, "it has tokens")
+    wait_until(
+        lambda: _stat(scheduler, "num_generated_tokens") > before + 10, "the request has tokens"
+    )
     rollout.abort()
     partial = future.result(30)
     assert (partial.stop_reason, 10 <= len(partial.token_ids) < NUM_TOKENS) == ("abort", True)
@@ -108,12 +99,14 @@ def test_submit_resumes_from_an_aborted_result(
 def test_samples_by_engine_compute_the_prompt_once(
     scheduler: Scheduler, rollout: RolloutController
 ) -> None:
-    """They are those of requests of their own."""
+    """The samples equal those of separate requests."""
     prompt, sampling = random_tokens(101, seed=1), SamplingParams(max_new_tokens=20, seed=7)
-    with _started(scheduler, "expanding") as expanding:
-        expanded = expanding.generate([prompt], sampling, num_samples=8)
+    request = GenerationRequest(request_id="apart", prompt_ids=prompt, sampling=sampling)
+    separate = rollout.generate(samples_of(request, 8))
     before = _stat(scheduler, "num_prompt_tokens")
     drawn = rollout.generate([prompt], sampling, num_samples=8)
-    assert _stat(scheduler, "num_prompt_tokens") == before + 100, "the last one is the first step's"
-    assert [result.token_ids for result in drawn] == [result.token_ids for result in expanded]
+    assert _stat(scheduler, "num_prompt_tokens") == before + 100, (
+        "the first step has the last token"
+    )
+    assert [result.token_ids for result in drawn] == [result.token_ids for result in separate]
     assert len({tuple(result.token_ids) for result in drawn}) == 8

@@ -1,11 +1,8 @@
-"""All instances sleep while some are rebuilt, added or woken, with real processes."""
+"""Tests of a rollout on processes of which all instances sleep."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,24 +11,30 @@ import pytest
 
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._aio.event_loop import background_loop
 from helmsman.controller._generation.health import Health
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.helpers import wait_until
-from tests.controller.rollout.conftest import POLICY
-
-pytestmark = pytest.mark.slow
+from tests.controller.rollout.helpers import (
+    POLICY,
+    awake,
+    begin,
+    kill,
+    num_updates,
+    pid_of,
+    served,
+    wait_state,
+)
 
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Path:
-    """Engines do not complete their sleep while this file exists."""
+    """File while which engines do not complete their sleep."""
     return tmp_path / "hold"
 
 
 @pytest.fixture
 def rollout(scheduler: Scheduler, hold: Path) -> Iterator[RolloutController]:
-    """Two instances, whose requests end by ``finish``."""
+    """Two instances whose requests end by ``finish``."""
     with RolloutController(
         scheduler,
         "tests.controller.engines.SleepyRollout",
@@ -42,39 +45,21 @@ def rollout(scheduler: Scheduler, hold: Path) -> Iterator[RolloutController]:
         yield rollout
 
 
-def _begin(work: Coroutine[Any, Any, Any]) -> Future[Any]:
-    return asyncio.run_coroutine_threadsafe(work, background_loop())
-
-
-def _awake(rollout: RolloutController) -> list[str]:
-    return [rollout.scheduler.call_engine(worker.id, "how_awake") for worker in rollout.workers]
-
-
-def _pid(scheduler: Scheduler, worker_id: str) -> int:
-    return next(status.pid for status in scheduler.status() if status.worker_id == worker_id) or 0
-
-
-def _wait_state(rollout: RolloutController, worker_id: str, state: Health) -> None:
-    wait_until(
-        lambda: rollout.stats().instances[worker_id].state is state, f"{worker_id} is {state.value}"
-    )
-
-
 def _wait_asked_to_load(scheduler: Scheduler, *worker_ids: str) -> None:
     """Wait until these engines have been sent weights for the first time."""
 
     def are_asked() -> bool:
         try:
-            return all(scheduler.call_engine(each, "figures")[0] == 1 for each in worker_ids)
+            return all(num_updates(scheduler, each) == 1 for each in worker_ids)
         except HelmsmanError:  # There is no engine yet.
             return False
 
-    wait_until(are_asked, "they load weights")
+    wait_until(are_asked, "the engines load weights")
 
 
 def _update_held(rollout: RolloutController, version: int) -> None:
-    """Update the weights; instances that get them later load them until their ``finish``."""
-    updating = _begin(rollout.async_update_weights({"weight": "held"}, version))
+    """Update the weights; instances that receive them later load them until ``finish``."""
+    updating = begin(rollout.async_update_weights({"weight": "held"}, version))
     for worker_id, instance in rollout.stats().instances.items():
         if not instance.is_asleep:
             rollout.scheduler.call_engine(worker_id, "finish")
@@ -84,11 +69,9 @@ def _update_held(rollout: RolloutController, version: int) -> None:
 def _begin_sleep_beside_request(rollout: RolloutController) -> tuple[Future[Any], Future[Any]]:
     """Begin a sleep that waits for a request of rollout/0; returns both."""
     request = rollout.submit([1])
-    wait_until(
-        lambda: rollout.scheduler.call_engine("rollout/0", "figures")[2] != [], "it is in flight"
-    )
-    sleeping = _begin(rollout.async_sleep())
-    wait_until(lambda: rollout.stats().paused, "it waits for the request")
+    wait_until(lambda: served(rollout.scheduler, "rollout/0") != [], "the request is in flight")
+    sleeping = begin(rollout.async_sleep())
+    wait_until(lambda: rollout.stats().paused, "the sleep waits for the request")
     return sleeping, request
 
 
@@ -101,7 +84,7 @@ def _check_sleep_holds_requests(
     rollout.scheduler.call_engine("rollout/0", "finish")
     sleeping.result(30)
     assert request.result(30).token_ids == [2]
-    assert _awake(rollout) == ["asleep", "asleep"]
+    assert awake(rollout) == ["asleep", "asleep"]
     assert rollout.stats().paused and rollout.stats().num_queued == 1
     rollout.wake()
     wait_until(
@@ -112,7 +95,7 @@ def _check_sleep_holds_requests(
                 for each in rollout.scheduler.call_engine(worker.id, "finish")
             ]
         ),
-        "it is sent",
+        "the request is sent",
     )
     assert later.result(30).token_ids == [6]
 
@@ -121,17 +104,16 @@ def test_rebuild_while_sleep_waits_for_requests(rollout: RolloutController) -> N
     rollout.update_weights({"weight": [1.0]}, 1)
     rollout.drain(["rollout/1"])
     sleeping, request = _begin_sleep_beside_request(rollout)
-    killed = _pid(rollout.scheduler, "rollout/1")
-    os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: _pid(rollout.scheduler, "rollout/1") not in (0, killed), "it is restarted")
-    _wait_state(rollout, "rollout/1", Health.HEALTHY)
+    killed = kill(rollout.scheduler, "rollout/1")
+    wait_until(lambda: pid_of(rollout.scheduler, "rollout/1") not in (0, killed), "it is restarted")
+    wait_state(rollout, "rollout/1", Health.HEALTHY)
     _check_sleep_holds_requests(rollout, sleeping, request)
 
 
 def test_wake_of_one_loads_weights_while_sleep_waits(rollout: RolloutController) -> None:
     rollout.sleep(worker_ids=["rollout/1"])
     _update_held(rollout, 1)
-    waking = _begin(rollout.async_wake(worker_ids=["rollout/1"]))
+    waking = begin(rollout.async_wake(worker_ids=["rollout/1"]))
     _wait_asked_to_load(rollout.scheduler, "rollout/1")
     sleeping, request = _begin_sleep_beside_request(rollout)
     rollout.scheduler.call_engine("rollout/1", "finish")
@@ -142,8 +124,8 @@ def test_wake_of_one_loads_weights_while_sleep_waits(rollout: RolloutController)
 def test_wake_of_one_waits_for_sleep_of_all(rollout: RolloutController) -> None:
     rollout.sleep(worker_ids=["rollout/1"])
     sleeping, request = _begin_sleep_beside_request(rollout)
-    waking = _begin(rollout.async_wake(worker_ids=["rollout/1"]))
-    rollout.stats()  # a turn of the loop at least
+    waking = begin(rollout.async_wake(worker_ids=["rollout/1"]))
+    rollout.stats()  # at least one turn of the loop
     _check_sleep_holds_requests(rollout, sleeping, request)
     waking.result(30)
 
@@ -166,47 +148,48 @@ def test_wake_while_instance_is_added(rollout: RolloutController, hold: Path) ->
     rollout.update_weights({"weight": [1.0]}, 1)
     rollout.sleep()
     hold.touch()
-    adding = _begin(rollout.async_add())
-    wait_until(lambda: how_awake() == "drowsy", "it goes to sleep as the others have")
-    waking = _begin(rollout.async_wake())
-    rollout.stats()  # a turn of the loop at least
+    adding = begin(rollout.async_add())
+    wait_until(lambda: how_awake() == "drowsy", "the instance begins to sleep")
+    waking = begin(rollout.async_wake())
+    rollout.stats()  # at least one turn of the loop
     hold.unlink()
     assert adding.result(30) == ["rollout/2"]
     waking.result(30)
-    assert _awake(rollout) == ["awake"] * 3
+    assert awake(rollout) == ["awake"] * 3
     rollout.update_weights({"weight": [1.0]}, 2)
     assert rollout.versions() == dict.fromkeys(["rollout/0", "rollout/1", "rollout/2"], 2)
 
 
 def test_sleep_while_instances_are_added(rollout: RolloutController) -> None:
-    """Sleep does not wait for them; they sleep once they have their weights."""
+    """Sleep does not wait for new instances, which sleep once they have their weights."""
     _update_held(rollout, 1)
-    adding = _begin(rollout.async_add(2))
+    adding = begin(rollout.async_add(2))
     _wait_asked_to_load(rollout.scheduler, "rollout/2", "rollout/3")
     rollout.scheduler.call_engine("rollout/2", "finish")
     wait_until(
-        lambda: rollout.scheduler.call_engine("rollout/2", "get_version") == 1, "one has them"
+        lambda: rollout.scheduler.call_engine("rollout/2", "get_version") == 1,
+        "one instance has the weights",
     )
     rollout.sleep()
     assert not adding.done()
     rollout.scheduler.call_engine("rollout/3", "finish")
     assert adding.result(30) == ["rollout/2", "rollout/3"]
-    assert _awake(rollout) == ["asleep"] * 4
+    assert awake(rollout) == ["asleep"] * 4
     rollout.wake()
-    assert _awake(rollout) == ["awake"] * 4
+    assert awake(rollout) == ["awake"] * 4
     assert {each.state for each in rollout.stats().instances.values()} == {Health.HEALTHY}
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_rebuild_while_weights_alone_are_awake(rollout: RolloutController, level: int) -> None:
+def test_rebuild_while_weights_alone_areawake(rollout: RolloutController, level: int) -> None:
     rollout.update_weights({"weight": [1.0]}, 1)
     rollout.sleep(level)
-    os.kill(_pid(rollout.scheduler, "rollout/1"), signal.SIGKILL)
-    _wait_state(rollout, "rollout/1", Health.RESTARTING)
+    kill(rollout.scheduler, "rollout/1")
+    wait_state(rollout, "rollout/1", Health.RESTARTING)
     rollout.wake(weights_only=True)
-    _wait_state(rollout, "rollout/1", Health.HEALTHY)
-    assert _awake(rollout) == ["warm", "warm"]
+    wait_state(rollout, "rollout/1", Health.HEALTHY)
+    assert awake(rollout) == ["warm", "warm"]
     rollout.update_weights({"weight": [1.0]}, 2)
     rollout.wake()
-    assert _awake(rollout) == ["awake", "awake"]
+    assert awake(rollout) == ["awake", "awake"]
     assert rollout.versions() == {"rollout/0": 2, "rollout/1": 2}
