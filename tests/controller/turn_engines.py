@@ -1,6 +1,4 @@
-"""Real engines that meet a device without room, or their end, in the method that the test has
-chosen.
-"""
+"""Real engines that run out of memory or die in a method that the test chooses."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ FAULTS = {
 
 
 class _Faulty:
-    """Meets a fault in the next call of a method."""
+    """Meets a planned fault in the next call of a method."""
 
     _planned = ("", "")
 
     def plan(self, method: str, kind: str) -> None:
-        """Have the next call of ``method`` meet a key of FAULTS, or SIGKILL for 'kill'."""
+        """Let the next call of ``method`` fail with a key of FAULTS, or die for 'kill'."""
         self._planned = method, kind
 
     def _meet(self, method: str) -> None:
@@ -67,7 +65,7 @@ class Trainer(_Faulty, FSDPTrainEngine):
         super().wake()
 
     def is_asleep(self) -> bool:
-        """Whether its state waits on the host."""
+        """Return whether its state is on the host."""
         return self._memory.is_asleep
 
     def pid(self) -> int:
@@ -94,5 +92,5 @@ class Rollout(_Faulty, HFRolloutEngine):
         await super().wake(weights_only=weights_only)
 
     def is_asleep(self) -> bool:
-        """Whether it accepts no request."""
+        """Return whether it accepts no request."""
         return not self._running().state.has_cache

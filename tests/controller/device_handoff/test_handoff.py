@@ -1,183 +1,44 @@
-"""A trainer and a rollout on the same devices: whose turn it is, what the other may not, and what a
-failure leaves.
-"""
+"""Tests of DeviceHandoff: turns, refused calls, missing memory and deaths."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from helmsman import (
-    GenerationResult,
-    Job,
-    RolloutController,
-    SamplingParams,
-    Scheduler,
-    SchedulingSpec,
-    SchedulingStrategy,
-    SupervisionPolicy,
-    TrainController,
-    make_scheduler,
-)
-from helmsman.api.advantages import group_advantages
+from helmsman import SamplingParams, Scheduler, SupervisionPolicy
 from helmsman.api.errors import (
     DeviceMemoryError,
     DevicesNotOwnedError,
     EngineCallError,
     HelmsmanError,
     RequestsInFlightError,
-    WorkerFailedError,
 )
 from helmsman.api.platforms import MemoryStats
 from helmsman.controller._device_handoff.handoff import DeviceHandoff, Owner
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
-from tests.engines.small_models import QWEN2, random_tokens
+from tests.controller.handoff_world import (
+    GREEDY,
+    PROMPTS,
+    SAMPLES,
+    Pair,
+    check_learning,
+    check_recovery,
+)
 
-ENGINES = "tests.controller.turn_engines"
-SAMPLES = [{"input_ids": random_tokens(12, seed=5)} for _ in range(4)]
-PROMPTS = [random_tokens(6, seed=seed) for seed in range(3)]
-GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 SUPERVISED = SupervisionPolicy(probe_every_s=0.2, suspect_s=5.0, dead_s=30.0, restart_pause_s=0.1)
-
-pytestmark = pytest.mark.slow
-
-
-class Pair:
-    """A trainer, and a rollout in siblings of its workers."""
-
-    def __init__(self, scheduler: Scheduler, name: str, num_ranks: int = 1, **options: Any) -> None:
-        self.scheduler = scheduler
-        fields = {"model": QWEN2, "seed": 3}
-        self.trainer = TrainController(
-            scheduler,
-            f"{ENGINES}.Trainer",
-            Job(role=f"train{name}", replicas=num_ranks, tasks=[SchedulingSpec(cpu=0.1)]),
-            engine_kwargs={**fields, "lr": 1e-2},
-        )
-        strategy = SchedulingStrategy(type="colocation", target=f"train{name}", fork=True)
-        self.rollout = RolloutController(
-            scheduler,
-            f"{ENGINES}.Rollout",
-            Job(
-                role=f"rollout{name}",
-                replicas=num_ranks,
-                tasks=[SchedulingSpec(cpu=0.1)],
-                scheduling_strategy=strategy,
-            ),
-            engine_kwargs={**fields, "max_concurrency": 8, "max_model_len": 4096},
-            **options,
-        )
-        self.trainer.initialize()
-        self.trainer.sleep()
-        self.rollout.initialize()
-        self.turns = DeviceHandoff(self.trainer, self.rollout)
-
-    def call(self, worker: str, method: str, *args: Any) -> Any:
-        return self.scheduler.call_engine(worker, method, None, *args)
-
-    def num_generated(self) -> int:
-        return self.call(self.rollout_id, "stats")["num_generated_tokens"]
-
-    @property
-    def train_id(self) -> str:
-        return self.trainer.workers[0].id
-
-    @property
-    def rollout_id(self) -> str:
-        return self.rollout.workers[0].id
-
-    def asleep(self) -> tuple[bool, bool]:
-        """Trainer and rollout."""
-        return self.call(self.train_id, "is_asleep"), self.call(self.rollout_id, "is_asleep")
-
-    def step(self) -> float:
-        with self.turns.training():
-            return self.trainer.train_batch(SAMPLES, "sft")["loss"]
-
-    def generate(self) -> list[GenerationResult]:
-        with self.turns.rollout():
-            return self.rollout.generate(PROMPTS, GREEDY)
-
-    def close(self) -> None:
-        self.rollout.close()
-        self.trainer.close()
-
-
-@pytest.fixture(scope="module")
-def scheduler(engines_scheduler: Scheduler) -> Scheduler:
-    return engines_scheduler
-
-
-@pytest.fixture(scope="module")
-def shared(scheduler: Scheduler) -> Iterator[Pair]:
-    """For tests that leave both sides able to take a turn."""
-    pair = Pair(scheduler, "-shared")
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-def pair(shared: Pair) -> Iterator[Pair]:
-    yield shared
-    shared.trainer.device_owner = shared.rollout.device_owner = shared.turns
-    shared.turns.owner = Owner.NONE
-    shared.generate()
-    shared.step()
-
 
 # --- turns ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_handoff_of_reinforcement_learning(scheduler: Scheduler, num_ranks: int) -> None:
-    """Each token was made by the weights of the step before, and the trainer computes the same
-    log-probabilities.
-    """
-    with (
-        make_scheduler("inline") if num_ranks == 1 else contextlib.nullcontext(scheduler) as chosen
-    ):
-        pair = Pair(chosen, "-learning", num_ranks)
-        for step in range(3):
-            with pair.turns.rollout() as report:
-                assert report is not None
-                assert report.version == step
-                assert pair.asleep() == (True, False)
-                results = pair.rollout.generate(
-                    [[1, 2], [2, 2]], SamplingParams(max_new_tokens=6, seed=step), num_samples=4
-                )
-            assert {version for result in results for version in result.versions} == {step}
-            rewards = [
-                float(result.token_ids.count(7)) + 0.01 * sum(result.token_ids)
-                for result in results
-            ]
-            samples = [
-                {
-                    "input_ids": [*prompt, *result.token_ids],
-                    "loss_mask": [False] * 2 + [True] * 6,
-                    "logprobs": [0.0] * 2 + result.logprobs,
-                    "advantages": advantage,
-                }
-                for prompt, result, advantage in zip(
-                    [[1, 2]] * 4 + [[2, 2]] * 4,
-                    results,
-                    group_advantages(rewards, group_size=4),
-                    strict=True,
-                )
-            ]
-            with pair.turns.training():
-                assert pair.asleep() == (False, True)
-                stats = pair.trainer.train_batch(samples, "grpo")
-            assert stats["ratio"] == pytest.approx(1.0, abs=1e-3)
-            assert pair.trainer.get_version() == step + 1
-        pair.close()
+def test_handoff_of_reinforcement_learning(engines_scheduler: Scheduler) -> None:
+    with Pair(engines_scheduler, "-learning", num_ranks=2) as pair:
+        check_learning(pair)
 
 
-def test_handoff_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
+def test_handoff_refuses_calls_out_of_turn(pair: Pair, tmp_path: Path) -> None:
     pair.turns.to_training()
     assert pair.turns.owner is Owner.TRAINER
     figures = pair.turns.memory()
@@ -210,16 +71,14 @@ def test_handoff_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
 
 
 def test_handoff_with_requests_in_flight(pair: Pair) -> None:
-    """And, taken back instead, they go on after the trainer's turn with the tokens that they
-    have.
-    """
+    """With hold_requests, requests keep their tokens and continue after the trainer's turn."""
     turns = DeviceHandoff(pair.trainer, pair.rollout, in_flight="abort", hold_requests=True)
     turns.to_rollout()
     impatient = DeviceHandoff(pair.trainer, pair.rollout, timeout=0.1)
     impatient.owner = Owner.ROLLOUT
     before = pair.num_generated()
     future = pair.rollout.submit(PROMPTS[0], SamplingParams(max_new_tokens=4000, temperature=0))
-    wait_until(lambda: pair.num_generated() > before, "it has tokens")
+    wait_until(lambda: pair.num_generated() > before, "the request has tokens")
     for hand_over in (impatient.to_training, impatient.make_room):
         with pytest.raises(RequestsInFlightError, match="sleep"):
             hand_over()
@@ -235,7 +94,7 @@ def test_handoff_with_requests_in_flight(pair: Pair) -> None:
     turns.to_rollout()
     assert held.result(60).versions == [version] * 6
     before = pair.num_generated()
-    wait_until(lambda: pair.num_generated() > before, "it goes on")
+    wait_until(lambda: pair.num_generated() > before, "the request continues")
     pair.rollout.abort()
     result = future.result(60)
     assert 1 < len(result.token_ids) < 4000
@@ -243,11 +102,11 @@ def test_handoff_with_requests_in_flight(pair: Pair) -> None:
     assert result.versions[-1] == version
 
 
-# --- no room --------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_device_memory_error_has_figures_of_both_sides(pair: Pair, kind: str) -> None:
+def test_device_memory_error_reports_both_sides(pair: Pair, kind: str) -> None:
     pair.step()
     pair.call(pair.train_id, "plan", "train_batch", kind)
     with pytest.raises(
@@ -269,16 +128,14 @@ def test_device_memory_error_has_figures_of_both_sides(pair: Pair, kind: str) ->
         pair.rollout.generate(PROMPTS[:1], GREEDY)
 
 
-def test_device_memory_error_when_the_rollout_is_closed() -> None:
-    with make_scheduler("inline") as scheduler:
-        pair = Pair(scheduler, "")
+def test_device_memory_error_when_the_rollout_is_closed(engines_scheduler: Scheduler) -> None:
+    with Pair(engines_scheduler, "-closed") as pair:
         pair.turns.to_training()
         pair.rollout.close()
         pair.call(pair.train_id, "plan", "train_batch", "cuda")
         with pytest.raises(DeviceMemoryError, match=r"train_batch ran out of memory") as caught:
             pair.trainer.train_batch(SAMPLES, "sft")
         assert [line.split(":")[0] for line in caught.value.figures] == [pair.train_id]
-        pair.close()
 
 
 @pytest.mark.parametrize(
@@ -293,7 +150,7 @@ def test_device_memory_error_when_the_rollout_is_closed() -> None:
         ("train", "wake", "training", "back"),
     ],
 )
-def test_handoff_after_a_hand_over_that_fails(
+def test_handoff_after_a_failed_hand_over(
     pair: Pair, side: str, method: str, to: str, then: str
 ) -> None:
     steps = {"rollout": pair.turns.to_rollout, "training": pair.turns.to_training}
@@ -321,46 +178,23 @@ def test_handoff_after_a_hand_over_that_fails(
 # --- deaths ---------------------------------------------------------------------------------------
 
 
-def test_handoff_wait_for_an_instance_that_dies(scheduler: Scheduler) -> None:
-    """In a hand-over; it comes back in its turn."""
-    pair = Pair(scheduler, "-supervised", supervision=SUPERVISED)
-    for method in ("sleep", "wake", "update_weights"):
-        pair.generate()
-        if method != "sleep":
-            pair.turns.to_training()
-        pair.call(pair.rollout_id, "plan", method, "kill")
-        pair.step()
-        assert pair.turns.owner is Owner.TRAINER
-        results = pair.generate()  # which wait for it
-        assert [result.versions for result in results] == [[pair.trainer.get_version()] * 6] * 3
-        assert pair.rollout.stats().instances[pair.rollout_id].state is Health.HEALTHY
-    pair.close()
+def test_handoff_waits_for_an_instance_that_dies(engines_scheduler: Scheduler) -> None:
+    """An instance that dies in a hand-over is rebuilt in its next turn."""
+    with Pair(engines_scheduler, "-supervised", supervision=SUPERVISED) as pair:
+        for method in ("sleep", "wake", "update_weights"):
+            pair.generate()
+            if method != "sleep":
+                pair.turns.to_training()
+            pair.call(pair.rollout_id, "plan", method, "kill")
+            pair.step()
+            assert pair.turns.owner is Owner.TRAINER
+            results = pair.generate()  # waits for the instance
+            assert [result.versions for result in results] == [[pair.trainer.get_version()] * 6] * 3
+            assert pair.rollout.stats().instances[pair.rollout_id].state is Health.HEALTHY
 
 
-@pytest.mark.parametrize("method", ["sleep", "wake", "train_batch"])
-def test_recover_of_a_trainer_that_dies_in_a_turn(pair: Pair, tmp_path: Any, method: str) -> None:
-    """It is rebuilt on free devices."""
-    pair.generate()
-    pair.step()
-    pair.trainer.save(str(tmp_path / "checkpoint"))
-    if method == "wake":
-        pair.turns.to_rollout()
-    pair.call(pair.train_id, "plan", method, "kill")
-    meet = {
-        "train_batch": pair.step,
-        "sleep": pair.turns.to_rollout,
-        "wake": pair.turns.to_training,
-    }[method]
-    with pytest.raises(WorkerFailedError):
-        meet()
-    if method != "train_batch":
-        assert pair.turns.owner is Owner.NONE
-    version = pair.trainer.recover(str(tmp_path / "checkpoint"))
-    assert pair.turns.owner is Owner.TRAINER
-    assert pair.asleep() == (False, True)
-    assert [result.versions for result in pair.generate()] == [[version] * 6] * 3
-    assert pair.step() > 0
-    assert isinstance(pair.turns.memory()[pair.train_id], MemoryStats)
+def test_recover_of_a_trainer_that_dies_in_a_hand_over(pair: Pair, tmp_path: Path) -> None:
+    check_recovery(pair, tmp_path, "sleep")
 
 
 # --- sleep of a rollout ---------------------------------------------------------------------------
@@ -387,14 +221,14 @@ def test_rollout_asleep_holds_its_requests(pair: Pair) -> None:
     waiting = rollout.submit(PROMPTS[0], GREEDY)
     rollout.wake()
     assert [each.state for each in rollout.stats().instances.values()] == [Health.STALE]
-    assert rollout.stats().num_queued == 1, "there are no weights to continue it by"
+    assert rollout.stats().num_queued == 1, "the instance has no weights"
     version = pair.trainer.update_rollout(rollout)
     assert waiting.result(60).versions == [version] * 6
     with pytest.raises(ValueError, match="level is 3"):
         rollout.sleep(3)
 
 
-def test_handoff_refuse_invalid_arguments(pair: Pair) -> None:
+def test_handoff_refuses_invalid_arguments(pair: Pair) -> None:
     with pytest.raises(ValueError, match="level is 0"):
         DeviceHandoff(pair.trainer, pair.rollout, level=0)
     with pytest.raises(ValueError, match="in_flight is 'keep'"):

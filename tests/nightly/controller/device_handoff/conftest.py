@@ -1,0 +1,3 @@
+"""Fixtures of the nightly tests of DeviceHandoff."""
+
+from tests.controller.handoff_world import pair, shared_pair  # noqa: F401 - fixtures
