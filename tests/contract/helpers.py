@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -19,6 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
+from helmsman.api.scheduler import Call, Job, SchedulingStrategy
+from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._roles.call_all import call_all
 from helmsman.rpc_server._process import guardian
 from helmsman.testing.contract_tools import LIMIT_S, Engine, Gate, held, is_running, wait_until
 
@@ -52,6 +57,31 @@ def wait_gone(pids: dict[str, int], limit_s: float = 10.0) -> None:
                     os.kill(pid, signal.SIGKILL)
             pytest.fail(f"still running after {limit_s:g} s (now killed): {left}", pytrace=False)
         time.sleep(0.02)
+
+
+def alias_of(target: str, role: str, replicas: int = 1, *, fork: bool = False) -> Job:
+    """Make the job of a role that is colocated with the workers of another."""
+    strategy = SchedulingStrategy(type="colocation", target=target, fork=fork)
+    return Job(role=role, replicas=replicas, scheduling_strategy=strategy)
+
+
+FORMS = ("sync", "async", "group")
+"""The forms of a call that enforce a timeout."""
+
+
+def begin_as(
+    form: str, engine: Engine, method: str, *args: object, timeout: float
+) -> concurrent.futures.Future[Any]:
+    """Begin a call in one of the forms; the result of "group" is a list."""
+    if form == "async":
+        return engine.begin(method, *args, timeout=timeout)
+    if form == "sync":
+        return submit(asyncio.to_thread(lambda: engine.call(method, *args, timeout=timeout)))
+    calls = {engine.worker_id: Call(args)}
+    role, name = engine.worker_id.rpartition("/")[0], engine.name
+    return submit(
+        call_all(engine.scheduler, role, method, calls, engine_name=name, timeout=timeout)
+    )
 
 
 @contextlib.contextmanager

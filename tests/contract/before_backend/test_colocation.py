@@ -1,0 +1,81 @@
+"""Roles that use the workers of other roles: calls, environments and deletion."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Call, Job, Scheduler, WorkerState
+from helmsman.controller._aio.event_loop import run_sync
+from helmsman.rpc_server._wire.codec import encode
+from tests.contract.engines import Counter, NeverDestroyed
+from tests.contract.helpers import Engine, Gate, alias_of, held
+
+
+def test_call_many_alias_and_target(scheduler: Scheduler, role: str) -> None:
+    (target,) = scheduler.create_workers(Job(role=role))
+    (alias,) = scheduler.create_workers(alias_of(role, f"{role}-alias"))
+    Engine.create(scheduler, target, Counter, "shared")
+    call = Call(payload=encode(((1,), {})))
+
+    async def call_both() -> tuple[dict[str, int], dict[str, BaseException]]:
+        fanout = scheduler.call_many({target: call, alias: call}, "add", "shared", timeout=60)
+        await fanout.wait()
+        return dict(fanout.results), dict(fanout.failures)
+
+    assert run_sync(call_both()) == ({target: 1, alias: 2}, {})
+    (state,) = {worker.state for worker in scheduler.status() if worker.worker_id == target}
+    assert state is WorkerState.READY
+
+
+def test_delete_alias_destroy_hangs(scheduler: Scheduler, role: str) -> None:
+    (target,) = scheduler.create_workers(Job(role=role))
+    (alias,) = scheduler.create_workers(alias_of(role, f"{role}-alias"))
+    actor = Engine.create(scheduler, target, Counter)
+    Engine.create(scheduler, alias, NeverDestroyed)
+    with pytest.raises(errors.ShutdownIncompleteError) as raised:
+        scheduler.delete_workers(f"{role}-alias")
+    assert raised.value.command == f"scheduler.delete_workers('{role}')"
+    (left,) = raised.value.remaining
+    assert left.startswith(f"engine(s) {alias} of {alias}, whose destroy has not ended in worker")
+    assert f"worker {target} (pid " in left
+    assert actor.call("add") == 1, "its thread is free"
+    assert scheduler.create_workers(alias_of(role, f"{role}-alias")) == [alias]
+    assert Engine.create(scheduler, alias, Counter).call("add") == 1, "the name is free"
+    scheduler.delete_workers(role)
+
+
+def test_delete_alias_of_busy_target(scheduler: Scheduler, role: str, gate: Gate) -> None:
+    (target,) = scheduler.create_workers(Job(role=role))
+    (alias,) = scheduler.create_workers(alias_of(role, f"{role}-alias"))
+    actor = Engine.create(scheduler, target, Counter)
+    Engine.create(scheduler, alias, Counter)
+    with (
+        held(actor, gate),
+        pytest.raises(errors.ShutdownIncompleteError, match=f"engine.s. {alias} of {alias}"),
+    ):
+        scheduler.delete_workers(f"{role}-alias")
+    assert actor.call("add", 0) == 1
+    health = asyncio.run(scheduler.check_health(target))
+    assert list(health.engines) == [target], "the engine is destroyed after the call"
+
+
+def test_delete_target_deletes_aliases(scheduler: Scheduler, role: str) -> None:
+    scheduler.create_workers(Job(role=role))
+    scheduler.create_workers(alias_of(role, f"{role}-alias"))
+    scheduler.create_workers(alias_of(f"{role}-alias", f"{role}-alias-of-alias"))
+    scheduler.delete_workers(role)
+    for name in (role, f"{role}-alias", f"{role}-alias-of-alias"):
+        with pytest.raises(errors.RoleNotFoundError):
+            scheduler.get_workers(name)
+
+
+def test_alias_environment(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    (alias,) = scheduler.create_workers(alias_of(role, f"{role}-alias"))
+    asyncio.run(scheduler.set_worker_env(alias, {"CONTRACT_ALIAS": "1"}))
+    assert Engine.create(scheduler, worker, Counter).call("environ", "CONTRACT_ALIAS") == {
+        "CONTRACT_ALIAS": "1"
+    }
