@@ -1,4 +1,4 @@
-"""A healthy run of some kind: ``python healthy.py KIND SEED``; it goes on until it is ended."""
+"""A healthy run of a kind, which continues until it is killed: ``python healthy.py KIND SEED``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ uniform = random_numbers.uniform
 
 
 class Slow(Answers):
-    """Answers after the seconds that the prompt states in tenths, and loads weights slowly."""
+    """Replies after as many tenths of a second as the prompt states, and loads weights slowly."""
 
     async def agenerate(self, request: Any) -> GenerationResult:
         await asyncio.sleep(request.prompt_ids[0] / 10)
@@ -72,7 +72,7 @@ def skewed_ranks() -> Iterator[None]:
 
 
 def long_first_call() -> Iterator[None]:
-    """A first call of twenty-five seconds that computes, as a compilation does."""
+    """The first call computes for twenty to forty seconds, as a compilation does."""
     with ranks(2) as (scheduler, ids):
         ready(scheduler)
         call_all(scheduler, ids, "compute", uniform(20, 40))
@@ -93,7 +93,7 @@ def idle_phases() -> Iterator[None]:
 
 
 def quiet_script() -> Iterator[None]:
-    """The script waits for a thread of its own, which works for a while."""
+    """The script waits for a thread of its own."""
     with ranks(1) as (scheduler, ids):
         ready(scheduler)
         inbox: queue.Queue[int] = queue.Queue()
@@ -147,7 +147,7 @@ def trains_in_turns(computes: bool) -> Iterator[None]:
 
 
 def supervised() -> Iterator[None]:
-    """Requests under supervision."""
+    """Requests run under supervision."""
     with LocalScheduler(preload=()) as scheduler:
         job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
         policy = SupervisionPolicy(max_restarts=1000)

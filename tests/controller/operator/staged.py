@@ -1,4 +1,4 @@
-"""A run with a staged fault: ``python staged.py FAULT``; prints the run's id once it hangs."""
+"""A run with a staged fault: ``python staged.py FAULT`` prints the id of the run once it hangs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from helmsman.weights import ViaMemory
 
 
 class Ranks:
-    """An engine whose methods wait in many ways."""
+    """An engine with methods that wait in many ways."""
 
     def join(self, rank: int, size: int, port: int) -> None:
         import torch.distributed as dist
@@ -43,7 +43,7 @@ class Ranks:
         )
 
     def step(self, late: float = 0.0) -> None:
-        """A healthy step, in which rank 0 may come late."""
+        """Run a healthy step, in which rank 0 may be late."""
         import torch
         import torch.distributed as dist
 
@@ -60,7 +60,7 @@ class Ranks:
         dist.all_reduce(torch.ones(4))
 
     def asynchronous(self) -> None:
-        """Rank 0 polls a collective that rank 1 does not enter; no stack shows it."""
+        """Poll a collective that rank 1 does not enter, so that no stack shows it."""
         import torch
         import torch.distributed as dist
 
@@ -129,7 +129,7 @@ class _Stuck:
 
 
 class Answers:
-    """A rollout engine that answers at once, or hangs for the prompt [13]."""
+    """A rollout engine that replies at once, and hangs for the prompt [13]."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -163,7 +163,7 @@ class Answers:
 
 
 class Weights:
-    """A trainer with nothing but weights."""
+    """A trainer that has only weights."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -185,7 +185,7 @@ class Weights:
 
 
 def hangs(work: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Call in a thread, so that the script can report its run."""
+    """Call in a thread, while the script reports its run."""
     threading.Thread(target=work, args=arguments, kwargs=named, daemon=True).start()
 
 
@@ -303,7 +303,7 @@ def rollout(fault: str) -> None:
 
 @contextlib.contextmanager
 def stale_samples(scheduler: LocalScheduler) -> Iterator[None]:
-    """Two samples of weight version 0 and one of version 2, which is served now."""
+    """Run with two samples of weight version 0 and one of version 2, which is served."""
     spec = SchedulingSpec(cpu=0.5)
     with RolloutController(scheduler, Answers, Job(role="rollout", tasks=[spec])) as controller:
         trainer = TrainController(scheduler, Weights, Job(role="actor", tasks=[spec]))
@@ -374,7 +374,7 @@ def blocked_loop() -> None:
     with LocalScheduler(preload=()) as scheduler:
         job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
         with RolloutController(scheduler, Answers, job) as controller:
-            controller.pause()  # so that the callback runs on the event loop, not here
+            controller.pause()  # the callback then runs on the event loop
             future = controller.submit([1], SamplingParams(max_new_tokens=4))
             future.add_done_callback(lambda _: time.sleep(3600))
             ready(scheduler)

@@ -1,4 +1,4 @@
-"""`helmsman status`, `stacks`, `logs`, `trace`, `postmortem` and the actions, on real runs."""
+"""Tests of `helmsman status`, `stacks`, `logs`, `trace`, `postmortem` and actions on real runs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,9 @@ import pytest
 
 from helmsman import Job, LocalScheduler, RolloutController, SamplingParams, SchedulingSpec
 from helmsman.api.run_state import RunSnapshot
-from helmsman.controller._node.run_registry import RunRecord
-from helmsman.controller._operator.logs import follow
-from helmsman.controller._operator.recordings import read_timeline
-from helmsman.controller._operator.runs import FoundRun, first_of_each_script
 from helmsman.controller.cli import main
-from tests.controller.operator.conftest import Staged, end
 from tests.controller.operator.staged import Answers, stale_samples
-
-pytestmark = pytest.mark.slow
+from tests.controller.operator.staged_runs import Staged, end
 
 JOB = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
 
@@ -67,10 +61,10 @@ def test_status(controller: RolloutController, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("blocked", ["", "rich"], ids=["rich", "plain"])
 def test_status_watch_on_a_terminal(controller: RolloutController, blocked: str) -> None:
-    """With rich, each state replaces the one before; without, it follows."""
+    """With rich, each state replaces the last one; without, it is appended."""
     source = "import sys; from helmsman.controller.cli import main; "
     source += "main(['status', sys.argv[1], '--watch'])"
-    if blocked:  # as where it is not installed
+    if blocked:  # as if it were not installed
         source = "import importlib.util as u; u.find_spec = lambda name: None; " + source
     near, far = pty.openpty()
     command = [sys.executable, "-c", source, run_id_of(controller)]
@@ -94,11 +88,11 @@ def test_status_shows_samples_of_older_weights(capsys: pytest.CaptureFixture[str
 
 
 def test_why_of_idle_run(controller: RolloutController, capsys: pytest.CaptureFixture[str]) -> None:
-    controller.generate([[1]], SamplingParams(max_new_tokens=4))  # so that it has just become idle
+    controller.generate([[1]], SamplingParams(max_new_tokens=4))  # the run has just become idle
     assert main(["why", run_id_of(controller)]) == 0
     text = capsys.readouterr().out
     assert "no problem found" in text
-    assert "No call is open; the script " in text  # it asks, or waits for the answer
+    assert "No call is open; the script " in text  # it sends the query, or waits for the answer
     assert main(["why", run_id_of(controller), "rollout", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []
 
@@ -118,23 +112,6 @@ def test_stacks(controller: RolloutController, capsys: pytest.CaptureFixture[str
     assert "no role 'absent'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["status", "ffff"], "no run 'ffff' of this user on this machine. helmsman runs lists"),
-        (["why", "ffff"], "no run 'ffff'"),
-        (["logs", "ffff"], "no run 'ffff'"),
-        (["trace", "ffff"], "no run 'ffff'"),
-        (["stop", "ffff", "--yes"], "no run 'ffff'"),
-    ],
-)
-def test_unknown_run(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_logs(controller: RolloutController, capsys: pytest.CaptureFixture[str]) -> None:
     run_id = run_id_of(controller)
     assert main(["logs", run_id]) == 0
@@ -148,17 +125,6 @@ def test_logs(controller: RolloutController, capsys: pytest.CaptureFixture[str])
     assert line.startswith("[rollout/1] ")
     assert main(["logs", run_id, "absent"]) == 2
     assert "the run has logs of rollout/0, rollout/1, script" in capsys.readouterr().err
-
-
-def test_logs_follow_new_lines_and_files(tmp_path: Path) -> None:
-    (tmp_path / "driver.log").write_text("2026-01-01 00:00:00,001 INFO begins\n")
-    lines = follow(tmp_path, None, 0)
-    assert next(lines) == ("script", "2026-01-01 00:00:00,001 INFO begins")
-    (tmp_path / "a-0.log").write_text("2026-01-01 00:00:01,000 first\nno time\nunfinished")
-    assert [next(lines)[1] for _ in range(2)] == ["2026-01-01 00:00:01,000 first", "no time"]
-    with (tmp_path / "a-0.log").open("a") as file:
-        file.write(" line\n")
-    assert next(lines) == ("a/0", "unfinished line")
 
 
 def test_drain_resume_scale_kill(
@@ -215,7 +181,7 @@ ENDS = {
     "    os.kill(os.getpid(), signal.SIGKILL)",
     "closes": "pass",
 }
-"""How a script ends -> its last lines."""
+"""The last lines of a script, by its end."""
 RUNS = """
 import os, signal, sys
 from helmsman import Job, LocalScheduler
@@ -243,7 +209,7 @@ with make(sys.argv[1] + "/main") as scheduler:
         ("closes", "The run was closed normally"),
     ],
 )
-def test_postmortem_says_how_the_script_ended(
+def test_postmortem_names_end_of_script(
     ends: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
@@ -281,11 +247,11 @@ def test_written_files_are_private(
 def test_actions_on_a_stopped_script(
     stage: Callable[[str], Staged], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An action is refused at once; stop lets the process go on, and end."""
+    """An action is refused at once; stop lets the process continue and end."""
     staged = stage("stopped_script")
     os.waitid(os.P_PID, staged.process.pid, os.WSTOPPED | os.WNOWAIT)
     status = ["status", staged.run_id]
-    while main(status) == 0:  # its interpreter counts as stuck after a second
+    while main(status) == 0:  # until its interpreter counts as stuck
         continue
     capsys.readouterr()
     assert main(["drain", "actor/0", "--run", staged.run_id, "--yes"]) == 2
@@ -305,25 +271,16 @@ def test_run_whose_log_directory_was_removed(
     assert "was removed: " in capsys.readouterr().err
 
 
-def test_runs_of_one_script() -> None:
-    """A recipe's RewardPool has a run of its own."""
-    first, pool, other = (
-        FoundRun(RunRecord(run_id=str(n), pid=pid, since=n, log_dir=""), is_alive=True)
-        for n, pid in enumerate([7, 7, 8])
-    )
-    assert first_of_each_script([pool, other, first]) == [first, other]
-
-
 def test_killed_run_leaves_trace_postmortem_and_logs(
     stage: Callable[[str], Staged], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They work from a copy of its directory alone."""
+    """The commands need only a copy of its directory."""
     staged = stage("straggler")
     assert main(["status", staged.run_id, "--json"]) == 0
     snapshot = msgspec.json.decode(capsys.readouterr().out, type=RunSnapshot)
     for worker in snapshot.workers:
         assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGSTOP)  # so that no worker reports the script's end
+        os.kill(worker.pid, signal.SIGSTOP)  # no worker reports the end of the script
     end(staged.process)
     copy = tmp_path / "elsewhere"
     shutil.copytree(snapshot.log_dir, copy)
@@ -358,7 +315,7 @@ def test_recordings_of_another_node_are_missing(
         assert main(command) == 0
         assert capsys.readouterr().err == ""
     for path in [*logs.glob("actor-1.*"), *logs.glob("actor-2.*")]:
-        path.unlink()  # as if they had been written on a node of their own
+        path.unlink()  # as if another node had them
     story = logs / "driver.log"
     story.write_text(story.read_text().replace("127.0.0.1", "10.0.0.9"))
     for command in commands:
@@ -366,52 +323,6 @@ def test_recordings_of_another_node_are_missing(
         text = capsys.readouterr().err
         assert "without the recordings of actor/1-2, which are on node 10.0.0.9" in text
         assert f"scp '10.0.0.9:{logs}/" in text
-
-
-def test_trace_clock_of_another_node(tmp_path: Path) -> None:
-    """Calls begin after they were sent, although the worker's monotonic clock differs."""
-    code = """
-import sys, time
-from helmsman.rpc_server._process.recorder import Kind, Recorder
-title, kinds, ahead_ns = sys.argv[2], sys.argv[3], int(sys.argv[4])
-recorder = Recorder(title)
-recorder.persist(sys.argv[1], "0123456789")
-label = recorder.name("a/0 step" if title == "script" else "a/0.step")
-kind = Kind.SENT if title == "script" else Kind.BEGUN
-for number in range(1, 4):
-    base_s = number / 1000 + ahead_ns / 1e9
-    early_s, late_s = (0.0, 0.0009) if title == "script" else (0.0003, 0.0005)
-    slot = recorder.note(kind, label, number, at=base_s + early_s)
-    recorder.finish(slot, base_s + late_s, kind, label, number, base_s + early_s)
-"""
-    for title, ahead_ns in (("script", 0), ("a/0", 5_000_000_000)):
-        path = str(tmp_path / title.replace("/", "-"))
-        command = [sys.executable, "-c", code, path, title, "", str(ahead_ns)]
-        subprocess.run(command, env={"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
-    timeline = read_timeline(tmp_path)
-    assert timeline is not None
-    for sent, run in zip(timeline.sent, timeline.run, strict=True):
-        assert run.end_ns is not None
-        assert sent.end_ns is not None
-        assert sent.begin_ns <= run.begin_ns < run.end_ns <= sent.end_ns
-
-
-def test_commands_through_cluster(stage: Callable[[str], Staged]) -> None:
-    """By the address of a Ray cluster, from a process that is not on the script's node."""
-    staged = stage("placement")
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "helmsman", *arguments, "--address", staged.address]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-    status = run("status", staged.run_id)
-    assert f"run {staged.run_id}  RayScheduler" in status.stdout, status.stderr
-    logs = run("logs", staged.run_id)
-    assert f"run {staged.run_id} begins" in logs.stdout, logs.stderr
-    missing = run("status", "ffff")
-    assert missing.returncode == 2
-    assert "no run ffff of this user on the nodes of the cluster" in missing.stderr
 
 
 @pytest.mark.root

@@ -1,8 +1,7 @@
-"""`helmsman metrics` serves documented figures, and spans reach OpenTelemetry."""
+"""Tests that `helmsman metrics` serves documented figures, and that spans reach OpenTelemetry."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from helmsman import (
-    InlineScheduler,
     Job,
     LocalScheduler,
     RolloutController,
@@ -27,18 +25,6 @@ ROOT = Path(__file__).parents[3]
 pytest.importorskip("prometheus_client")
 
 
-def test_snapshot_after_a_controller_is_closed() -> None:
-    job = Job(role="rollout", tasks=[SchedulingSpec(cpu=0.5)])
-    with InlineScheduler() as scheduler:
-        controller = RolloutController(scheduler, Answers, job)
-        assert scheduler.reporter.snapshot().rollouts == []
-        controller.initialize()
-        assert [each.role for each in scheduler.reporter.snapshot().rollouts] == ["rollout"]
-        controller.close()
-        assert scheduler.reporter.snapshot().rollouts == []
-
-
-@pytest.mark.slow
 def test_metrics_of_a_run() -> None:
     job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
     with (
@@ -67,25 +53,6 @@ def test_metrics_of_a_run() -> None:
     assert float(found['helmsman_worker_resident_bytes{worker="rollout/1"}']) > 1e6
     assert {re.split(r"[{ ]", name)[0] for name in found} <= set(METRICS)
     assert re.search(r"# TYPE helmsman_generated_tokens_total counter", text)
-
-
-def test_metrics_are_documented() -> None:
-    page = (ROOT / "docs/metrics.md").read_text()
-    for name, (text, labels) in METRICS.items():
-        shown = ", ".join(f"`{label}`" for label in labels) or "-"
-        assert f"| `{name}` | {shown} | {text} |" in page
-
-
-def test_dashboard_has_known_metrics() -> None:
-    panels = json.loads((ROOT / "docs/grafana.json").read_text())["panels"]
-    used = {
-        name
-        for panel in panels
-        for target in panel["targets"]
-        for name in re.findall(r"helmsman_\w+", target["expr"])
-    }
-    assert used <= set(METRICS)
-    assert len(used) >= 15
 
 
 def test_spans_of_phases_and_calls() -> None:

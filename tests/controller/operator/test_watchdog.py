@@ -1,4 +1,4 @@
-"""The watchdog reports an overdue call once, and fails it on request."""
+"""Tests that the watchdog reports an overdue call once, and fails it on request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ import pytest
 from helmsman import Job, LocalScheduler
 from helmsman.api.errors import CallTimeoutError
 from helmsman.api.run_state import HangPolicy
-
-pytestmark = pytest.mark.slow
 
 FLOOR_S = 0.5
 
@@ -57,7 +55,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 class Receiver:
-    """An HTTP server that keeps the first message."""
+    """An HTTP server that keeps one message."""
 
     def __init__(self) -> None:
         self.arrived, self.message = threading.Event(), dict[str, Any]()
@@ -149,7 +147,7 @@ def test_watchdog_failed_notification_is_logged(
 
 
 def test_watchdog_ignores_usual_calls(scheduler: LocalScheduler) -> None:
-    """Calls that take no longer than the earlier ones are not overdue, whatever the floor."""
+    """A call that takes no longer than earlier ones is not overdue."""
     scheduler.reporter.watch(HangPolicy(floor_s=0.0, factor=1e9))
     begun = time.monotonic()
     while time.monotonic() < begun + 2.5:

@@ -1,4 +1,4 @@
-"""Recordings and logs of workers on a host whose files the script's host cannot read."""
+"""Test that recordings and logs are fetched from a host with its own file system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.controller.bootstrap import program
 from tests.controller.bootstrap.hosts import Command, Host, Hosts, why_not_here
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(bool(why_not_here()), reason=why_not_here()),
     pytest.mark.timeout(300),
 ]
@@ -41,14 +40,14 @@ def up(hosts: Hosts, rank: int, log_dir: Path) -> Command:
 
 
 def helmsman(hosts: Hosts, *arguments: str) -> str:
-    """Run a command on the script's host; returns its output."""
+    """Run a command on the host of the script, and return its output."""
     command = hosts[0].start(sys.executable, "-m", "helmsman.controller.cli", *arguments)
     command.ends(0, limit_s=60.0)
     return command.output
 
 
 def pid_of_worker(host: Host, worker_id: str) -> int:
-    """Wait for the title of a worker: its process has another one while it starts."""
+    """Wait for the title of a worker, which its process sets at its start."""
     pids: list[int] = []
 
     def is_seen() -> bool:
@@ -69,7 +68,7 @@ def test_files_of_another_node_are_fetched(hosts: Hosts) -> None:
     up(hosts, 1, log_dir)
     head.said("2 workers were called")
     assert not list(log_dir.glob("actor-*"))
-    # The other worker of the node reads the files of one that is stopped.
+    # Another worker of the node reads the files of a stopped worker.
     stopped = pid_of_worker(hosts[1], "actor/0")
     os.kill(stopped, signal.SIGSTOP)
     assert "recordings of" not in helmsman(hosts, "trace", str(log_dir), "-o", str(out))
