@@ -1,4 +1,4 @@
-"""What the tests of engines share: processes of ranks, which end with the last of these tests."""
+"""Fixtures of the engines' tests: one thread, one rank on the CPU, and built train engines."""
 
 from __future__ import annotations
 
@@ -10,23 +10,15 @@ import torch
 import torch.distributed as dist
 
 from helmsman.engines.train import FSDPTrainEngine
-from tests.engines.ranks import end_ranks
 from tests.engines.small_models import QWEN2
 
 Make = Callable[..., FSDPTrainEngine]
 
 
 @pytest.fixture(scope="package", autouse=True)
-def ranks_end() -> Iterator[None]:
-    """Nothing is started before a test asks for it."""
-    yield
-    end_ranks()
-
-
-@pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small gain nothing by more, and on busy cores threads that wait for each other
-    take several times as long.
+    """Compute in one thread: small models gain nothing by more, and on busy cores threads that wait
+    for each other take several times as long.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -36,7 +28,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="package", autouse=True)
 def on_the_host() -> Iterator[None]:
-    """A job of one rank, on the CPU."""
+    """Set the environment of a job of one rank on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             patch.delenv(name, raising=False)
@@ -46,7 +38,7 @@ def on_the_host() -> Iterator[None]:
 
 @pytest.fixture
 def make(on_the_host: None) -> Iterator[Make]:
-    """Builds train engines of one rank in this process, which end with the test."""
+    """Build train engines of one rank in this process, which are destroyed after the test."""
     made: list[FSDPTrainEngine] = []
 
     def build(**fields: Any) -> FSDPTrainEngine:

@@ -19,7 +19,7 @@ from helmsman.api.weights import DiskTarget, WeightFormat
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
 from helmsman.engines._server.weights import write_folder
 from helmsman.engines.train import FSDPTrainEngine
-from tests.engines.ranks import free_port, processes, run_ranks
+from tests.engines.ranks import exits_of_ranks, run_ranks
 from tests.engines.small_models import GPT2, MIXTRAL, QWEN2, random_tokens
 
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3)]
@@ -205,22 +205,11 @@ def test_write_errors_are_of_the_system(tmp_path: Path) -> None:
     assert left == ["weights"]
 
 
-def die_in_a_save(folder: str, rank: int, world_size: int, port: int) -> None:
-    os.environ.update(
-        {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(world_size),
-            "RANK": str(rank),
-        },
-        LOCAL_RANK=str(rank),
-        OMP_NUM_THREADS="1",
-        HELMSMAN_PLATFORM="cpu",
-    )
+def die_in_a_save(folder: str) -> None:
     engine = make()
     train(engine, STEPS_BEFORE)
     engine.save(f"{folder}/checkpoint")
-    if rank == 1:
+    if engine.data_parallel_rank == 1:
         # a file that is larger than this ends the process, as a kill in the middle of its writing
         resource.setrlimit(
             resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
@@ -235,16 +224,8 @@ def die_in_a_save(folder: str, rank: int, world_size: int, port: int) -> None:
 
 
 def test_save_in_background_rank_dies(tmp_path: Path) -> None:
-    context, port = processes(), free_port()
-    ranks = [
-        context.Process(target=die_in_a_save, args=(str(tmp_path), rank, 2, port))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(90)
-    assert [process.exitcode for process in ranks] == [3, -signal.SIGXFSZ]
+    codes, outputs, _ = exits_of_ranks(die_in_a_save, 2, str(tmp_path))
+    assert codes == [3, -signal.SIGXFSZ], outputs
     found = run_ranks(go_on_alone, 1, str(tmp_path / "checkpoint"))[0]
     assert found == STEPS_BEFORE
     assert (tmp_path / "checkpoint").is_dir()
