@@ -1,5 +1,4 @@
-"""Right and wrong uses of worker groups, as a type checker sees them; test_typing.py runs mypy over
-this file.
+"""Right and wrong uses of worker groups, for tests/nightly/api/test_typing.py, which runs mypy.
 
 A line that ends in ``# error: CODE`` must be refused with that code, every other line must pass.
 """
