@@ -1,6 +1,4 @@
-"""Arguments of a call to a model-parallel group: given to its head, they reach every rank, or no
-rank runs the method.
-"""
+"""Broadcast of arguments in a model-parallel group: all ranks receive the head's, or none runs."""
 
 from __future__ import annotations
 
@@ -15,16 +13,14 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from tests.contract.engines import OneWay, Ranked, Unloadable
 from tests.contract.helpers import LIMIT_S, Engine
+from tests.contract.marks import needs_processes, ray_smoke
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.not_on("inline", "one process, which has one default process group"),
-]
+pytestmark = [pytest.mark.slow, needs_processes]
 
 
 @pytest.fixture(scope="module")
 def ranks(scheduler: Scheduler) -> Iterator[list[Engine]]:
-    """Two gloo ranks of one model-parallel group."""
+    """Provide two gloo ranks of one model-parallel group."""
     name = "ranked"
     workers = scheduler.create_workers(
         Job(role=name, replicas=2, tasks=[SchedulingSpec(port_count=1)])
@@ -56,6 +52,7 @@ def _both(
     return outcomes
 
 
+@ray_smoke
 def test_broadcast_head_arguments_reach_all(ranks: list[Engine]) -> None:
     outcomes = _both(ranks, "receive", [("from the head", [1, 2]), ("ignored",)])
     assert outcomes == [(("from the head", [1, 2]), {})] * 2
@@ -69,11 +66,10 @@ def test_broadcast_unloadable_runs_nowhere(ranks: list[Engine]) -> None:
     assert other.ranks == [0]  # type: ignore[attr-defined]
     assert "refused to load" in str(other)
     assert _both(ranks, "count", [(), ()], broadcast=False) == before
-    assert _both(ranks, "receive", [("still well",), ()]) == [(("still well",), {})] * 2
+    assert _both(ranks, "receive", [("still usable",), ()]) == [(("still usable",), {})] * 2
 
 
-def test_broadcast_accepts_values_that_calls_carry(ranks: list[Engine]) -> None:
-    """A lambda travels by value, which plain pickle refuses."""
+def test_broadcast_carries_lambdas_and_tensors(ranks: list[Engine]) -> None:
     assert _both(ranks, "apply", [(lambda rank: rank + 1,), ()]) == [1, 2]
     given = torch.arange(5000, dtype=torch.bfloat16)
     for (received,), _ in _both(ranks, "receive", [(given,), ()]):
@@ -81,15 +77,14 @@ def test_broadcast_accepts_values_that_calls_carry(ranks: list[Engine]) -> None:
         assert received.dtype == given.dtype
 
 
-def test_broadcast_value_that_only_loads_runs_nowhere(ranks: list[Engine]) -> None:
+def test_broadcast_unpicklable_copy_runs_nowhere(ranks: list[Engine]) -> None:
     head, other = _both(ranks, "receive", [(OneWay(),), ()])
     assert "lock" in str(head)
     assert isinstance(other, errors.PeerNotReadyError)
-    assert _both(ranks, "receive", [("still well",), ()]) == [(("still well",), {})] * 2
+    assert _both(ranks, "receive", [("still usable",), ()]) == [(("still usable",), {})] * 2
 
 
-def test_broadcast_off_each_rank_its_own(ranks: list[Engine]) -> None:
+def test_broadcast_off(ranks: list[Engine]) -> None:
     assert _both(ranks, "receive", [(0,), (1,)], broadcast=False) == [((0,), {}), ((1,), {})]
-    assert ranks[1].call("receive", "alone", rpc_meta={"broadcast": False}) == (("alone",), {}), (
-        "and no rank waits for another"
-    )
+    alone = ranks[1].call("receive", "alone", rpc_meta={"broadcast": False})
+    assert alone == (("alone",), {}), "no rank waits for another"

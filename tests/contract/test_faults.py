@@ -1,6 +1,4 @@
-"""Faults on request: each is caused by the worker itself, and seen from outside, in /proc and in
-the calls that it meets.
-"""
+"""Injected faults, observed in /proc and by the calls that meet them."""
 
 from __future__ import annotations
 
@@ -29,32 +27,31 @@ from tests.contract.helpers import (
     wait_gone,
     wait_until,
 )
+from tests.contract.marks import needs_processes, only_local, ray_smoke
 from tests.processes import command_of
 
-pytestmark = pytest.mark.not_on(
-    "inline", "one process, it cannot be killed or stopped without the script"
-)
+pytestmark = needs_processes
 
 
 class Ticker:
-    """Counts what it gets done, in small waits."""
+    """Counts its progress, in small waits."""
 
     def __init__(self) -> None:
         self.num_ticks = 0
 
     async def tick(self, num: int) -> int:
-        """Get so much done."""
+        """Make ``num`` steps and return the total."""
         for _ in range(num):
             self.num_ticks += 1
             await asyncio.sleep(0.001)
         return self.num_ticks
 
     async def count(self) -> int:
-        """What has been done."""
+        """Return the number of steps so far."""
         return self.num_ticks
 
     def pid(self) -> int:
-        """The process."""
+        """Return the id of the process."""
         return os.getpid()
 
 
@@ -64,9 +61,7 @@ def _inject(scheduler: Scheduler, fault: Fault) -> Injection:
 
 
 def _helpers(pid: int) -> dict[str, int]:
-    """Those beside a worker; also one that has ended and is not reaped, which has no command line
-    any more.
-    """
+    """Return the helper processes of a worker, zombies included, which have no command line."""
     found = {}
     for child in psutil.Process(pid).children():
         command = command_of(child)
@@ -79,63 +74,54 @@ def _helpers(pid: int) -> dict[str, int]:
     return found
 
 
-@pytest.fixture
-def worker(scheduler: Scheduler, role: str) -> Engine:
-    (worker_id,) = scheduler.create_workers(Job(role=role))
-    return Engine.create(scheduler, worker_id, Counter)
-
-
-def test_kill_fails_calls(scheduler: Scheduler, worker: Engine, engine: Engine, gate: Gate) -> None:
-    pid = worker.call("pid")
-    running = worker.begin("wait", *gate.files)
+@ray_smoke
+def test_kill_fails_calls(scheduler: Scheduler, own: Engine, engine: Engine, gate: Gate) -> None:
+    pid = own.call("pid")
+    running = own.begin("wait", *gate.files)
     gate.wait_started()
-    drill = FaultPlan([Kill(worker.worker_id, at_step=3)]).begin(scheduler)
+    drill = FaultPlan([Kill(own.worker_id, at_step=3)]).begin(scheduler)
     assert drill.step(2) == []
     (record,) = drill.step(3)
-    assert (record.injection.worker_id, record.injection.pid, record.injection.done) == (
-        worker.worker_id,
-        pid,
-        True,
-    )
-    assert record.injection.outcome == "killed"
-    assert record.injection.node
+    injection = record.injection
+    assert (injection.worker_id, injection.pid, injection.done) == (own.worker_id, pid, True)
+    assert (injection.outcome, bool(injection.node)) == ("killed", True)
     with pytest.raises(errors.WorkerFailedError) as caught:
         running.result(LIMIT_S)
     assert caught.value.exit_signal == signal.SIGKILL
     wait_gone({"worker": pid})
-    assert engine.call("add") == 1, "others are unharmed"
+    assert engine.call("add") == 1, "other workers are not affected"
 
-    again = _inject(scheduler, Kill(worker.worker_id, at_step=4))
+    again = _inject(scheduler, Kill(own.worker_id, at_step=4))
     assert not again.done
     assert "had already ended: it was ended by SIGKILL" in again.outcome
     with pytest.raises(errors.WorkerNotFoundError):
         asyncio.run(scheduler.inject(Kill("missing/0", at_step=1)))
 
 
-def test_hang_ends_after_its_time(scheduler: Scheduler, worker: Engine, gate: Gate) -> None:
-    pid = worker.call("pid")
-    with held(worker, gate) as running:
-        injection = _inject(scheduler, Hang(worker.worker_id, at_step=1, seconds=3.0))
+def test_hang_ends_after_its_time(scheduler: Scheduler, own: Engine, gate: Gate) -> None:
+    pid = own.call("pid")
+    with held(own, gate) as running:
+        injection = _inject(scheduler, Hang(own.worker_id, at_step=1, seconds=3.0))
         assert (injection.done, injection.outcome, injection.pid) == (True, "stopped for 3 s", pid)
         wait_until(lambda: has_stopped(pid), "all of its threads have stopped")
         gate.open()
-        assert asyncio.run(scheduler.check_health(worker.worker_id, 1.0)).process_state == "stopped"
+        assert asyncio.run(scheduler.check_health(own.worker_id, 1.0)).process_state == "stopped"
         assert not running.done()
         assert running.result(LIMIT_S) == 1
-    wait_until(lambda: not _helpers(pid), "its helper has ended, and was reaped")
-    assert worker.call("add") == 2
+    wait_until(lambda: not _helpers(pid), "its helper has ended and is reaped")
+    assert own.call("add") == 2
 
 
 @pytest.mark.parametrize(
     "fault", [Hang("x/0", at_step=1, seconds=1e12), Slow("x/0", at_step=1, factor=20)]
 )
-def test_pause_helper_ends_with_worker(scheduler: Scheduler, worker: Engine, fault: Fault) -> None:
-    pid = worker.call("pid")
-    _inject(scheduler, msgspec.structs.replace(fault, worker_id=worker.worker_id))
+def test_pause_helper_ends_with_worker(scheduler: Scheduler, own: Engine, fault: Fault) -> None:
+    pid = own.call("pid")
+    _inject(scheduler, msgspec.structs.replace(fault, worker_id=own.worker_id))
     helpers = _helpers(pid)
     assert len(helpers) == 1
     wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it is stopped")
-    scheduler.delete_workers(worker.worker_id.rpartition("/")[0])
+    scheduler.delete_workers(own.worker_id.rpartition("/")[0])
     wait_gone({"worker": pid, **helpers})
 
 
@@ -149,11 +135,11 @@ def test_slow_worker_does_less(scheduler: Scheduler, role: str) -> None:
     pid, times = slow.call("pid"), iter(range(10))
     working = [each.begin("tick", 10_000, timeout=2 * LIMIT_S) for each in (slow, other)]
 
-    def stood_ten_times() -> bool:
-        """How long it stands each time, and how much others get done then, depends on the load."""
+    def has_stopped_ten_times() -> bool:
+        """Return whether the worker was found stopped ten times; the load decides how soon."""
         return has_stopped(pid) and next(times, None) is None
 
-    wait_until(stood_ten_times, "it stands again and again")
+    wait_until(has_stopped_ten_times, "it stops again and again")
     wait_until(lambda: slow.call("count") > 10, "it works nevertheless")
     assert not any(each.done() for each in working)
     later = _inject(scheduler, Slow(first, at_step=2, factor=2, seconds=0.2))
@@ -164,7 +150,7 @@ def test_slow_worker_does_less(scheduler: Scheduler, role: str) -> None:
     assert slow.call("count") > before + 100, "it is as fast as the other"
 
 
-@pytest.mark.not_on("ray", "what is told is the same")
+@only_local
 def test_inject_into_hung_worker(make_own: Callable[..., Scheduler]) -> None:
     with make_own(timeouts=Timeouts(health_s=0.5)) as scheduler:
         (worker_id,) = scheduler.create_workers(Job(role="a"))

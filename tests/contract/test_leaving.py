@@ -1,4 +1,4 @@
-"""A worker that is told to go says so before it does."""
+"""Preemption notices of workers that receive SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.rpc_server._server.forkserver import NOTICE_S
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_gone, wait_until
+from tests.contract.marks import only_local
 
 
 class Parent(Counter):
-    """Has a child that was forked without a program of its own, as data loaders have them."""
+    """An engine with a child that is forked without an exec, as by data loaders."""
 
     def start(self, path: str) -> int | None:
-        """Fork it; returns its pid once it runs."""
+        """Fork the child; return its pid once it runs."""
         self.child = multiprocessing.get_context("fork").Process(target=_live, args=(path,))
         self.child.start()
         while not os.path.exists(path):
@@ -31,7 +31,7 @@ class Parent(Counter):
         return self.child.pid
 
     def terminate(self) -> int | None:
-        """End it by SIGTERM; returns its exit code."""
+        """End the child by SIGTERM; return its exit code."""
         self.child.terminate()
         self.child.join(10)
         return self.child.exitcode
@@ -57,16 +57,15 @@ def test_preemption_notices_empty(scheduler: Scheduler, role: str) -> None:
     assert _leaving(scheduler, role) == {}
 
 
-@pytest.mark.not_on("inline", "SIGTERM is for the script itself")
-@pytest.mark.not_on("ray", "Ray itself ends workers by SIGTERM")
+@only_local
 def test_sigterm_is_noticed(scheduler: Scheduler, role: str) -> None:
     first, second = scheduler.create_workers(Job(role=role, replicas=2))
     engine = Engine.create(scheduler, first, Counter)
     pid = engine.call("pid")
     os.kill(pid, signal.SIGTERM)
-    notice = wait_until(lambda: _leaving(scheduler, role), "it says so")[first]
+    notice = wait_until(lambda: _leaving(scheduler, role), "the notice is reported")[first]
     assert notice.reason == f"its process {pid} was sent SIGTERM"
-    assert 0 < notice.deadline_s <= NOTICE_S
+    assert 0 < notice.deadline_s <= 25.0
     assert engine.call("add", 1) == 1
     health = {status.worker_id: status.health for status in scheduler.status()}
     assert health[first] is not None
@@ -75,26 +74,26 @@ def test_sigterm_is_noticed(scheduler: Scheduler, role: str) -> None:
     assert health[second].ends_in_s is None
     scheduler.restart_worker(first)
     wait_gone({first: pid})
-    assert _leaving(scheduler, role) == {}, "the one in its place was told nothing"
+    assert _leaving(scheduler, role) == {}, "the new process has no notice"
 
 
-@pytest.mark.not_on("inline", "SIGTERM is for the script itself")
-@pytest.mark.not_on("ray", "Ray itself ends workers by SIGTERM")
+@only_local
 def test_sigterm_twice_ends_worker(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     pid = engine.call("pid")
     os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: _leaving(scheduler, role), "it has taken the first")
+    wait_until(lambda: _leaving(scheduler, role), "the first signal is noticed")
     os.kill(pid, signal.SIGTERM)
     wait_gone({worker: pid})
     with pytest.raises(errors.WorkerFailedError, match="exited with code 143"):
         engine.call("add", 1)
-    assert asyncio.run(scheduler.preemption_notices()) == {}, "it has left"
+    assert asyncio.run(scheduler.preemption_notices()) == {}, (
+        "an ended worker has no notice"
+    )
 
 
-@pytest.mark.not_on("inline", "SIGTERM is for the script itself")
-@pytest.mark.not_on("ray", "Ray has a handler of its own")
+@only_local
 def test_sigterm_ends_forked_child(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Parent)
