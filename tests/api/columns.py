@@ -121,7 +121,7 @@ def raggeds(draw: st.DrawFn, num_rows: int) -> Ragged:
 
 
 def columns(num_rows: int) -> st.SearchStrategy[Column]:
-    """A column of any kind with so many rows."""
+    """Draw a column of any kind with this number of rows."""
     return st.one_of(tensors(num_rows), arrays(num_rows), lists(num_rows), raggeds(num_rows))
 
 

@@ -1,4 +1,4 @@
-"""Advantages and weights against values worked out by hand."""
+"""Test advantages and weights against values computed by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_group_advantages(
         ({"group_ids": [0]}, "1 group ids for 2 rewards"),
     ],
 )
-def test_group_advantages_refuses(kwargs: dict[str, object], message: str) -> None:
+def test_group_advantages_invalid(kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         group_advantages([0.0, 1.0], **kwargs)  # type: ignore[arg-type]
 
@@ -65,7 +65,7 @@ def test_sequence_weights() -> None:
     )
 
 
-def test_sequence_weights_at_the_edges() -> None:
+def test_sequence_weights_edge_cases() -> None:
     assert sequence_weights([0, 2], "sequence") == [0.0, 0.5]
     with pytest.raises(ValueError, match="max_tokens"):
         sequence_weights([1], "constant")
@@ -104,7 +104,7 @@ def test_gae_outside_mask() -> None:
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.5, 0.7)])
 def test_gae_equals_paper(gamma: float, lam: float) -> None:
-    """arXiv:1506.02438 eq. 16 as it is written: a double sum over the errors of one step."""
+    """The reference is arXiv:1506.02438 eq. 16: a double sum over the errors of one step."""
     random = np.random.default_rng(1)
     lengths = [1, 2, 7, 12]
     rewards, values = ([random.normal(size=length) for length in lengths] for _ in range(2))
@@ -118,7 +118,7 @@ def test_gae_equals_paper(gamma: float, lam: float) -> None:
         for i, t in enumerate(steps):
             expected[t] = sum((gamma * lam) ** k * error for k, error in enumerate(errors[i:]))
         np.testing.assert_allclose(row, expected, atol=1e-12)
-    if lam == 1.0:  # eq. 18: with lambda 1 what the critic learns is the discounted sum of rewards
+    if lam == 1.0:  # eq. 18: with lambda 1 the critic learns the discounted sum of rewards
         steps = [t for t in range(1, lengths[-1]) if masks[-1][t]]
         assert returns[-1][steps[0]] == pytest.approx(
             sum(gamma**k * rewards[-1][t] for k, t in enumerate(steps))
@@ -137,7 +137,7 @@ def test_gae_of_tensors() -> None:
         (([[0, 1]], [[0]], [[True, True]]), "sample 0 has 2 rewards, 1 values, 2 tokens"),
     ],
 )
-def test_gae_refuses(arguments: tuple[list[list[float]], ...], message: str) -> None:
+def test_gae_invalid(arguments: tuple[list[list[float]], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gae(*arguments)  # type: ignore[arg-type]
 

@@ -1,6 +1,4 @@
-"""Batches: operations do to a batch what they do to its rows, slices are views, nothing changes
-under a batch.
-"""
+"""Test that operations on a batch equal those on its rows, slices are views and batches are frozen."""
 
 from __future__ import annotations
 
@@ -35,14 +33,14 @@ METAS: list[dict[str, Any]] = [
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Batches with columns of every kind, or none."""
+    """Draw batches with columns of every kind, or none."""
     num_rows = draw(ROWS)
     drawn = draw(st.dictionaries(st.sampled_from("abcd"), columns(num_rows), max_size=4))
     return Batch(drawn, draw(st.sampled_from(METAS)), num_rows=num_rows)
 
 
 def memory_of(column: Any) -> int | None:
-    """Id of the memory that a column lies in; None for a list, and for columns without elements."""
+    """Return the id of a column's memory; None for a list and for columns without elements."""
     values = column.values if isinstance(column, Ragged) else column
     if isinstance(values, list) or 0 in values.shape:
         return None
@@ -207,7 +205,7 @@ def test_batch_pickles(batch: Batch, multiple: int) -> None:
 
 @pytest.fixture
 def wide() -> Batch:
-    """8 KB a row."""
+    """Return a batch with 8 KB per row."""
     return Batch(
         {
             "tensor": torch.arange(100 * 256).reshape(100, 256),
@@ -245,7 +243,7 @@ def test_batch_slice_encoded_without_copy(wide: Batch) -> None:
 
 
 def test_batch_columns_keep_device() -> None:
-    """meta stands for any device other than the host; offsets are on the host."""
+    """Columns stay on their device (here meta), and offsets on the host."""
     values = torch.zeros(5, 2, device="meta")
     batch = Batch({"t": values[:3], "r": Ragged(values, [0, 2, 2, 5])})
     groups = batch.group_by(lambda row: len(row["r"])).values()

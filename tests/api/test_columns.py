@@ -1,4 +1,4 @@
-"""Columns: ragged rows, joining, equality, and the numbers of the rows that are taken."""
+"""Tests of columns: ragged rows, joining, equality and row numbers."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_concat_columns_of_texts_of_different_lengths() -> None:
 
 @dataclass
 class Holder:
-    """Its == is that of a tuple with a tensor inside, which raises."""
+    """A dataclass with a tensor, whose == raises as that of a tuple of tensors."""
 
     values: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Which samples must stay together."""
+"""Test that paired samples are found and stay together."""
 
 from __future__ import annotations
 

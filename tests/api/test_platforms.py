@@ -1,6 +1,4 @@
-"""The platform: found late, by the process that uses it, and never on another kind than was asked
-for.
-"""
+"""Test that a process resolves its platform on first use, to the requested kind or an error."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from helmsman.api.platforms import (
 
 
 class FakeRuntime:
-    """What torch.cuda and torch.npu have in common, at torch's boundary."""
+    """A fake of the functions that torch.cuda and torch.npu share."""
 
     def __init__(self, num_devices: int) -> None:
         self.calls: list[Any] = []
@@ -49,7 +47,7 @@ class FakeRuntime:
 
 
 class FakeTorch(ModuleType):
-    """A torch with that many devices of each kind."""
+    """A fake torch with a number of devices of each kind."""
 
     def __init__(self, *, cuda: int = 0) -> None:
         super().__init__("torch")
@@ -74,9 +72,7 @@ def environment_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Process(CurrentPlatform):
-    """The platform of a process that has just started, on a machine whose devices the test
-    chooses.
-    """
+    """The platform of a fresh process on a machine whose devices the test chooses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -99,7 +95,7 @@ class Process(CurrentPlatform):
 
 @pytest.fixture
 def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
-    """A new process; the random states that it may set are put back."""
+    """Yield a fresh platform, and restore the random states that it may set."""
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     yield Process(monkeypatch)
     random.setstate(states[0])
@@ -140,7 +136,7 @@ def test_table_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# --- which kind -----------------------------------------------------------------------------------
+# --- kind -----------------------------------------------------------------------------------------
 
 
 def test_platform_cpu_for_real(platform: Process) -> None:
@@ -177,7 +173,7 @@ def test_platform_cpu_for_real(platform: Process) -> None:
 def test_platform_kind(
     platform: Process, cuda: int, npu: int | None, forced: str, kind: str
 ) -> None:
-    """It is what torch counts, unless it is forced; and it is fixed once found."""
+    """The kind follows the devices that torch counts, unless it is forced, and stays fixed."""
     platform.install(cuda=cuda, npu=npu)
     platform.setenv(PLATFORM_ENV_VAR, f" {forced.upper()} ")
     assert platform.name == kind
@@ -220,7 +216,7 @@ def test_set_device_beyond_mask(platform: Process, index: int) -> None:
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 @pytest.mark.parametrize("mask", ["4,5", None])
 def test_forced_kind_without_devices(platform: Process, kind: str, mask: str | None) -> None:
-    """It is an error, and never a run on the CPU."""
+    """A forced kind without devices raises, and does not fall back to the CPU."""
     platform.install(npu=0)
     variable = PLATFORMS[kind].visibility_env_var
     if mask:
@@ -255,7 +251,7 @@ def test_forced_kind_names_the_step(
 
 
 def test_platform_without_torch_is_cpu(platform: Process) -> None:
-    """Only devices fail."""
+    """Without torch, the platform is the CPU, and only device() raises."""
     platform.set_module("torch", None)
     assert platform.name == "cpu"
     platform.seed(1)
@@ -309,7 +305,7 @@ def test_seed_any_integer(platform: Process, seed: int) -> None:
 
 
 def test_seed_applied_when_torch_loads(platform: Process) -> None:
-    """It is seeded then, and nothing is rewound."""
+    """torch is seeded when it loads, and other random states are not reset."""
     platform.set_module("torch", None)
     platform.seed(7)
     drawn = random.random()
@@ -321,11 +317,11 @@ def test_seed_applied_when_torch_loads(platform: Process) -> None:
     assert fake.seeds == [7]
 
 
-# --- who may use it -------------------------------------------------------------------------------
+# --- prohibition ----------------------------------------------------------------------------------
 
 
 def test_forbid_and_allow(platform: Process) -> None:
-    """Engines of an inline scheduler lift every prohibition while they run."""
+    """allow() suspends all prohibitions, as engines of an inline scheduler do while they run."""
     platform.setenv(PLATFORM_ENV_VAR, "cpu")
     with platform.forbid("first"):
         inline = platform.allow()
@@ -369,7 +365,7 @@ assert p.is_resolved()
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
 def test_platform_is_pickled_by_name(dumps: Callable[[object], bytes]) -> None:
-    """A process that loads it has its own, so that no process gets the resolution of another."""
+    """A process that loads it gets its own platform, and not the resolution of another process."""
     code = (
         "import pickle, sys; loaded = pickle.load(sys.stdin.buffer)\n"
         "from helmsman import current_platform\n"
@@ -383,7 +379,7 @@ def test_platform_is_pickled_by_name(dumps: Callable[[object], bytes]) -> None:
 
 
 def test_engine_of_a_script_uses_the_platform() -> None:
-    """It is sent by value with the globals that its methods name."""
+    """A function sent by value refers to the platform of the process that loads it."""
     namespace: dict[str, Any] = {"__name__": "__main__", "current_platform": current_platform}
     exec("def use():\n    return current_platform", namespace)
     assert pickle.loads(cloudpickle.dumps(namespace["use"]))() is current_platform

@@ -1,4 +1,4 @@
-"""Coordinates of ranks: every way to ask for them agrees, in every order of the axes."""
+"""Test that all views of the ranks' coordinates agree, in every order of the axes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.api.topology import AXES, DEFAULT_MESH, Axis, Topology
-from tests.api.columns import QUICK
 
+QUICK = settings(max_examples=25)
 MESHES = list(itertools.permutations(AXES))
 SUBSETS = [axes for count in range(len(AXES) + 1) for axes in itertools.permutations(AXES, count)]
 TOPOLOGIES = st.builds(
@@ -76,7 +76,7 @@ def test_rank_at_equals_device_mesh(topology: Topology) -> None:
 
 
 def groups(topology: Topology, *axes: Axis) -> list[list[int]]:
-    """The ranks that differ along these axes only."""
+    """Return the ranks that differ along these axes only."""
     others = [axis for axis in AXES if axis not in axes]
     found: dict[int, list[int]] = {}
     for rank in range(topology.world_size):
