@@ -1,4 +1,4 @@
-"""Test that operations on a batch equal those on its rows, slices are views and batches are frozen."""
+"""Test that operations on a batch equal those on its rows, and that slices are views."""
 
 from __future__ import annotations
 
