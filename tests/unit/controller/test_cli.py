@@ -33,9 +33,6 @@ def test_plan_of_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].split() == ["role", "ranks", "node", "devices", "ports"]
     assert sum(line.startswith("train ") for line in lines) == 8, "one line per node"
     assert lines[-1] == "128 devices on 17 of 21 nodes; 4 other nodes keep all of theirs free"
-
-
-def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", JOBS, "--cluster", CLUSTER, "--json"]) == 0
     roles = json.loads(capsys.readouterr().out)["roles"]
     assert {role["role"] for role in roles} == {"train", "rollout", "server", "reward", "reference"}
@@ -45,14 +42,8 @@ def test_plan_that_does_not_fit(files: Any, capsys: pytest.CaptureFixture[str]) 
     jobs = files("jobs.toml", '[[jobs]]\nrole = "big"\ntasks = [{gpu = 9}]\n')
     assert main(["plan", jobs, "--cluster", CLUSTER]) == 1
     output = capsys.readouterr().out
-    for fact in (
-        "now or later",
-        "9 GPU",
-        "at most 8 GPU",
-        "short of 1 GPU",
-        "Set SchedulingSpec.gpu to 8",
-    ):
-        assert fact in output
+    assert "now or later" in output
+    assert "short of 1 GPU. Set SchedulingSpec.gpu to 8" in output
     assert main(["plan", jobs, "--cluster", CLUSTER, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["shortfall"]["missing"] == {"GPU": 1.0}
 

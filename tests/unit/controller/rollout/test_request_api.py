@@ -17,7 +17,6 @@ from helmsman.api.errors import (
 )
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.controller._aio.event_loop import background_loop
-from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.testing.contract_tools import wait_until
 from tests.controller.engines import CountingRollout
@@ -111,21 +110,6 @@ def test_samples_by_engine_are_one_call(scheduler: FakeScheduler) -> None:
         pytest.raises(HelmsmanError, match="agenerate_samples"),
     ):
         rollout.generate([[1]], num_samples=2)
-
-
-def test_samples_of_a_dead_worker(scheduler: FakeScheduler) -> None:
-    with started(
-        scheduler, 2, GatedSamples, samples_by_engine=True, retries=RetryGeneration()
-    ) as rollout:
-        waiting = asyncio.run_coroutine_threadsafe(
-            rollout.async_generate_samples([1], 4), background_loop()
-        )
-        settle()
-        scheduler.kill("rollout/0")
-        settle()
-        finish(scheduler, 1)
-        assert [result.token_ids for result in waiting.result(LIMIT_S)] == [[2]] * 4
-        assert engine(scheduler, 1).together == [[f"rollout-0#{sample}" for sample in range(4)]]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("samples_by_engine", [False, True])

@@ -506,23 +506,19 @@ class Scarce(FakeScheduler):
                 role=role, field="role", value=role, expected="a role without colocated roles"
             )
         if not (elsewhere or self.starts_in_place):
-            raise WorkerStartError(
-                role=role, worker_id=f"{role}/0", node="a", reason="taken", log_path="", log_tail=""
-            )
+            raise self._start_error(role, "taken")
         if elsewhere:
             self.delete_workers(role)
             if not self.living:
-                raise WorkerStartError(
-                    role=role,
-                    worker_id=f"{role}/0",
-                    node="a",
-                    reason="none",
-                    log_path="",
-                    log_tail="",
-                )
+                raise self._start_error(role, "none")
             self.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(port_count=1)]))
             self.node_id = self.living[-1]
         super().restart_workers(role)
+
+    def _start_error(self, role: str, reason: str) -> WorkerStartError:
+        return WorkerStartError(
+            role=role, worker_id=f"{role}/0", node="a", reason=reason, log_path="", log_tail=""
+        )
 
 
 def test_recover_loads_before_the_version_is_raised() -> None:
