@@ -1,4 +1,4 @@
-"""The driver's end of the forkserver of local workers."""
+"""Tests of the driver's end of the forkserver of local workers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from helmsman.rpc_server._wire.messages import WorkerIdentity
 from tests.contract.engines import Counter
 from tests.contract.helpers import stop, wait_gone, wait_until
 
-pytestmark = pytest.mark.slow
-
 
 async def test_forkserver_start_that_fails_leaves_no_descriptor(tmp_path: Path) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
@@ -38,7 +36,7 @@ def _parent_of(pid: int) -> int:
     return psutil.Process(pid).ppid()
 
 
-def test_forkserver_stopped_hides_no_cause_of_death(tmp_path: Path) -> None:
+def test_forkserver_stopped_keeps_causes_of_death(tmp_path: Path) -> None:
     with LocalScheduler(log_dir=tmp_path, preload=()) as scheduler:
         (worker,) = scheduler.create_workers(Job(role="a"))
         asyncio.run(scheduler.create_engine(worker, Counter))
@@ -56,7 +54,7 @@ def test_forkserver_stopped_hides_no_cause_of_death(tmp_path: Path) -> None:
 def test_forkserver_lost_ends_families_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each may take a second, in which the event loop serves other workers."""
+    """The event loop is free meanwhile, since the end of a family may take a second."""
     together = threading.Barrier(2)
     end_family = guardian.end_family
 
@@ -69,7 +67,7 @@ def test_forkserver_lost_ends_families_together(
         pids = [int(status.pid or 0) for status in scheduler.status()]
         monkeypatch.setattr(guardian, "end_family", end)
         os.kill(_parent_of(pids[0]), signal.SIGKILL)
-        # The kernel ends them when the forkserver has been scheduled, later than kill() returns.
+        # The kernel ends them once the forkserver is scheduled, which is after kill() returns.
         wait_gone(dict(zip(workers, pids, strict=True)))
         for worker in workers:
             with pytest.raises(errors.WorkerFailedError, match="was ended by SIGKILL"):
@@ -80,8 +78,8 @@ def test_forkserver_lost_ends_families_together(
         assert scheduler.create_workers(Job(role="b")) == ["b/0"]
 
 
-class _Hasty:
-    """A forkserver that has looked for survivors once, and found one."""
+class _OneSurvivor:
+    """Forkserver that reports one survivor."""
 
     def __init__(self, survivor: int) -> None:
         self._survivor = survivor
@@ -93,24 +91,22 @@ class _Hasty:
         return [self._survivor]
 
 
-def test_local_process_kill_looks_again_for_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that took long to exit must not hinder every later attempt to replace its
-    worker.
-    """
+def test_local_process_kill_ends_late_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that exits late must not block later attempts to replace its worker."""
     stays, worker, tag = (
         [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(3600)"],
         4194303,
         "0123456789/a/0",
     )
     with subprocess.Popen(stays, start_new_session=True) as foreign:
-        asyncio.run(LocalProcess(_Hasty(foreign.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
-        assert foreign.poll() is None, "its number is another's by now"
+        asyncio.run(LocalProcess(_OneSurvivor(foreign.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
+        assert foreign.poll() is None, "the pid belongs to another process"
         foreign.kill()
     monkeypatch.setenv(guardian.TAG_VARIABLE, tag)
     with subprocess.Popen(stays, start_new_session=True, stdout=subprocess.PIPE) as member:
         assert member.stdout is not None
-        assert member.stdout.readline() == b"up\n", "before, its environment cannot be read yet"
-        asyncio.run(LocalProcess(_Hasty(member.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
+        assert member.stdout.readline() == b"up\n", "its environment is readable now"
+        asyncio.run(LocalProcess(_OneSurvivor(member.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
         assert member.wait(30.0) == -signal.SIGKILL
 
 

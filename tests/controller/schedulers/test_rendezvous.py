@@ -1,59 +1,53 @@
-"""Where ranks meet is tried before they wait there: each fault is caused, and told with its
-reason.
-"""
+"""Tests of the probe of a rendezvous address, for each fault that it reports."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
-import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec, Worker
-from helmsman.controller._schedulers import worker_requests as rendezvous
+from helmsman.controller._schedulers import worker_requests
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.controller._training.train_controller import TrainController
-from helmsman.rpc_server._host.connectivity import Listener, reach
 from tests.controller.engines import RecordingTrainer
 
 TEST_NET = "198.51.100.1"
-"""An address for documentation (RFC 5737): no network routes it."""
+"""Address for documentation (RFC 5737), which no network routes."""
 
 
-class LocalAtAnotherAddress(LocalScheduler):
-    """Tells a wrong address of its nodes, as one does whose name resolves to another network."""
+class AddressedScheduler(LocalScheduler):
+    """LocalScheduler that reports ``address``, if set, as the address of its workers."""
+
+    address = ""
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
-        return [
-            msgspec.structs.replace(worker, ip=TEST_NET)
-            for worker in super().get_workers(role, timeout)
-        ]
+        workers = super().get_workers(role, timeout)
+        return [msgspec.structs.replace(worker, ip=self.address or worker.ip) for worker in workers]
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalScheduler]:
-    with LocalScheduler(log_dir=tmp_path_factory.mktemp("logs"), preload=()) as made:
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AddressedScheduler]:
+    with AddressedScheduler(log_dir=tmp_path_factory.mktemp("logs"), preload=()) as made:
         yield made
 
 
 @pytest.fixture
-def scheduler(local: LocalScheduler) -> Iterator[LocalScheduler]:
-    """Without workers."""
+def scheduler(local: AddressedScheduler) -> Iterator[AddressedScheduler]:
+    """The scheduler without workers."""
     yield local
+    local.address = ""
     local.delete_workers()
 
 
-def start(scheduler: LocalScheduler, replicas: int = 3) -> tuple[str, int]:
-    """Address and port of a role's rank 0."""
+def start(scheduler: AddressedScheduler, replicas: int = 3) -> tuple[str, int]:
+    """Start a role, and return address and port of its rank 0."""
     scheduler.create_workers(
         Job(role="train", replicas=replicas, tasks=[SchedulingSpec(port_count=1)])
     )
@@ -61,12 +55,11 @@ def start(scheduler: LocalScheduler, replicas: int = 3) -> tuple[str, int]:
     return master.ip, int(master.engine_ports[0])
 
 
-def probe(scheduler: LocalScheduler, address: str, port: int) -> None:
+def probe(scheduler: AddressedScheduler, address: str, port: int) -> None:
     asyncio.run(scheduler.probe_rendezvous("train", address, port))
 
 
-@pytest.mark.slow
-def test_probe_rendezvous_leaves_the_port_free(scheduler: LocalScheduler) -> None:
+def test_probe_rendezvous_leaves_the_port_free(scheduler: AddressedScheduler) -> None:
     address, port = start(scheduler)
     for _ in range(2):
         probe(scheduler, address, port)
@@ -74,8 +67,7 @@ def test_probe_rendezvous_leaves_the_port_free(scheduler: LocalScheduler) -> Non
         socket.create_connection((address, port)).close()
 
 
-@pytest.mark.slow
-def test_probe_rendezvous_port_that_is_taken(scheduler: LocalScheduler) -> None:
+def test_probe_rendezvous_of_a_port_in_use(scheduler: AddressedScheduler) -> None:
     address, port = start(scheduler)
     with socket.socket() as squatter:
         squatter.bind(("0.0.0.0", port))
@@ -88,23 +80,7 @@ def test_probe_rendezvous_port_that_is_taken(scheduler: LocalScheduler) -> None:
     assert (caught.value.reached, caught.value.failed) == ([], {})
 
 
-@pytest.mark.slow
-def test_probe_rendezvous_address_that_no_rank_reaches(
-    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rendezvous, "LIMIT_S", 2.5)
-    _, port = start(scheduler)
-    with pytest.raises(errors.RendezvousError) as caught:
-        probe(scheduler, TEST_NET, port)
-    assert sorted(caught.value.failed) == ["train/0", "train/1", "train/2"]
-    assert all(caught.value.failed.values())
-    assert "not the address of its node, which is 127.0.0.1" in str(caught.value)
-    assert "3 of 3 ranks" in str(caught.value)
-    probe(scheduler, "127.0.0.1", port)
-
-
-@pytest.mark.slow
-def test_probe_rendezvous_names_a_dead_rank(scheduler: LocalScheduler) -> None:
+def test_probe_rendezvous_names_a_dead_rank(scheduler: AddressedScheduler) -> None:
     address, port = start(scheduler)
     pids = {status.worker_id: status.pid for status in scheduler.status()}
     asyncio.run(scheduler.create_engine("train/1", RecordingTrainer))
@@ -117,83 +93,17 @@ def test_probe_rendezvous_names_a_dead_rank(scheduler: LocalScheduler) -> None:
     assert "SIGKILL" in caught.value.failed["train/1"]
 
 
-@pytest.mark.slow
-def test_train_controller_on_a_wrong_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_train_controller_at_an_address_that_no_rank_reaches(
+    scheduler: AddressedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "LIMIT_S", 2.5)
-    with LocalAtAnotherAddress(log_dir=tmp_path, preload=()) as scheduler:
-        actor = TrainController(scheduler, RecordingTrainer, Job(role="actor", replicas=2))
-        with pytest.raises(
-            errors.RendezvousError, match=rf"cannot connect to each other at {TEST_NET}:.*2 of 2"
-        ):
-            actor.initialize()
-        assert scheduler.status() == []
-
-
-# --- the two ends ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def listener() -> Iterator[Listener]:
-    made = Listener()
-    yield made
-    made.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
-@pytest.mark.parametrize(
-    ("address", "proof", "outcome"),
-    [
-        ("127.0.0.1", b"proof", ""),
-        ("::1", b"proof", ""),
-        ("127.0.0.1", b"wrong", "another program answers there"),
-    ],
-)
-def test_reach_while_a_listener_listens(
-    listener: Listener, address: str, proof: bytes, outcome: str
-) -> None:
-    port = free_port()
-    assert listener.listen(port, b"proof", 30.0) == ""
-    assert reach(address, port, proof, 30.0) == outcome
-    assert listener.listen(None) == ""
-    assert reach(address, port, proof, 30.0) == "Connection refused"
-
-
-def test_reach_silent_listener() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert (
-            reach("127.0.0.1", silent.getsockname()[1], b"proof", 0.2) == "no answer within 0.2 s"
-        )
-
-
-def test_reach_beside_silent_peers(listener: Listener) -> None:
-    port = free_port()
-    assert listener.listen(port, b"proof", 30.0) == ""
-    with contextlib.ExitStack() as silent:
-        for _ in range(300):
-            silent.enter_context(socket.create_connection(("127.0.0.1", port)))
-        assert [reach("127.0.0.1", port, b"proof", 10.0) for _ in range(10)] == [""] * 10
-
-
-def test_reach_by_many_at_once_leaves_the_port_free(listener: Listener) -> None:
-    port = free_port()
-    assert listener.listen(port, b"proof", 30.0) == ""
-    outcomes: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda: outcomes.append(reach("127.0.0.1", port, b"proof", 30.0)))
-        for _ in range(200)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes == [""] * 200
-    listener.close()
-    with socket.socket() as plain:
-        # without SO_REUSEADDR, so a connection that lingers would be in the way
-        plain.bind(("127.0.0.1", port))
+    monkeypatch.setattr(worker_requests, "LIMIT_S", 2.5)
+    scheduler.address = TEST_NET
+    actor = TrainController(scheduler, RecordingTrainer, Job(role="actor", replicas=2))
+    with pytest.raises(
+        errors.RendezvousError, match=rf"cannot connect to each other at {TEST_NET}:.*2 of 2 ranks"
+    ) as caught:
+        actor.initialize()
+    assert sorted(caught.value.failed) == ["actor/0", "actor/1"]
+    assert all(caught.value.failed.values())
+    assert "not the address of its node, which is 127.0.0.1" in str(caught.value)
+    assert scheduler.status() == []

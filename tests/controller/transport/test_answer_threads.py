@@ -1,4 +1,4 @@
-"""On which threads requests are written and answers are taken."""
+"""Tests of the threads that write requests and read replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOOP_THREAD = "helmsman-loop"
 
 
 class Loaded:
-    """Is unpickled as the name of the thread that does so."""
+    """Value that unpickles to the name of the unpickling thread."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _thread_name, ()
@@ -36,16 +36,16 @@ def _thread_name() -> str:
 
 
 class Giving(Counter):
-    """Gives what is unpickled where it arrives."""
+    """Returns a value that depends on the thread that unpickles it."""
 
     def give(self) -> Loaded:
-        """A value whose unpickling runs code."""
+        """Return a value whose unpickling runs code."""
         return Loaded()
 
 
 @pytest.fixture(scope="module")
 def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
-    """With a role "giving" of two workers."""
+    """Scheduler with a role "giving" of two workers."""
     with LocalScheduler(log_dir=tmp_path_factory.mktemp("logs"), preload=()) as made:
         for worker in made.create_workers(Job(role="giving", replicas=2)):
             Engine.create(made, worker, Giving, worker)
@@ -77,7 +77,7 @@ def test_call_engine_maps_large_results_off_the_event_loop(
 
 @pytest.fixture
 def signal_while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The next request is interrupted by SIGUSR1 while its thread writes it."""
+    """Interrupt the next request by SIGUSR1 while its thread writes it."""
     send = Channel._send
 
     def interrupted(channel: Channel, sock: socket.socket, message: bytes) -> bool:
@@ -97,9 +97,7 @@ def test_call_engine_refuses_calls_in_signal_handlers(scheduler: Scheduler) -> N
     signal.signal(signal.SIGUSR1, lambda *_: scheduler.status())
     with pytest.raises(RuntimeError, match="a signal handler made a blocking Helmsman call"):
         scheduler.call_engine("giving/0", "add")
-    assert scheduler.call_engine("giving/0", "add") == 2, (
-        "the request that was interrupted is sent, once"
-    )
+    assert scheduler.call_engine("giving/0", "add") == 2, "the interrupted request is sent once"
 
 
 @pytest.mark.usefixtures("signal_while_writing")
@@ -111,7 +109,7 @@ def test_call_engine_interrupted_runs_once(scheduler: Scheduler) -> None:
 
     def interrupt(*_: object) -> None:
         other.start()
-        while other.ident not in threads_awaited:  # it is about to wait for its turn to write
+        while other.ident not in threads_awaited:  # until it waits for the write lock
             time.sleep(0.001)
         raise KeyboardInterrupt
 
@@ -131,6 +129,4 @@ def test_call_engine_passes_on_signal_handler_errors(scheduler: Scheduler) -> No
     signal.signal(signal.SIGUSR1, give_up)
     with pytest.raises(TimeoutError, match="it is time"):
         scheduler.call_engine("giving/1", "add")
-    assert scheduler.call_engine("giving/1", "add") == 2, (
-        "the request that was interrupted is sent, once"
-    )
+    assert scheduler.call_engine("giving/1", "add") == 2, "the interrupted request is sent once"

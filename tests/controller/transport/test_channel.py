@@ -1,6 +1,4 @@
-"""The controller's end of a channel, against a worker's end of a few bytes, and against a worker
-whose connection is lost.
-"""
+"""Tests of the controller's end of a channel, with scripted workers and with lost connections."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ LIMIT_S = 30.0
 
 
 class Outcomes:
-    """An Awaited that keeps each outcome."""
+    """An Awaited that records each outcome."""
 
     def __init__(self) -> None:
         self.seen: list[Payload | Exception] = []
@@ -72,7 +70,7 @@ class Outcomes:
 
 
 class Unreachable:
-    """A side path whose fetches do not end."""
+    """Side path whose fetches do not end."""
 
     def __init__(self) -> None:
         self.brought: list[int] = []
@@ -102,7 +100,7 @@ class Ends:
 
 @pytest.fixture
 async def ends() -> AsyncIterator[Ends]:
-    """A channel that is open."""
+    """An open channel, and the other end of its socket."""
     ours, worker = socket.socketpair()
     worker.sendall(pack_length(WELCOME.size) + WELCOME.pack(0))
     side_path, process = Unreachable(), Observed(None)
@@ -130,7 +128,7 @@ def answer(request_id: int, value: object) -> ReplyFrame:
 async def test_channel_closed_before_a_fetch(ends: Ends) -> None:
     outcomes = Outcomes()
     ends.channel.post(asked(1), outcomes)
-    # the reply, and nonsense for which the channel closes
+    # The empty message after the reply closes the channel.
     ends.send(ReplyFrame(Reply(1, True)), after=pack_length(0))
     await outcomes.one()
     assert [type(each) for each in outcomes.seen] == [TransportLostError]
@@ -163,7 +161,7 @@ async def test_channel_request_that_cannot_be_encoded(ends: Ends) -> None:
 
 
 class Observed:
-    """The process of a worker, of which only its pulse is of interest."""
+    """Process of a worker; only its pulse can be observed."""
 
     def __init__(self, worker: Worker | None) -> None:
         self.worker = worker

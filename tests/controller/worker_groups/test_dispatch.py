@@ -1,6 +1,4 @@
-"""What each rank of a group call gets, and what becomes of the results: the algebra, without any
-worker.
-"""
+"""Tests of the dispatch of arguments to ranks and of the collection of results."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ Work = Callable[..., Any]
 def declared(
     mode: Any, function: Work | None = None, execute: Any = Execute.ALL, **options: Any
 ) -> MethodSpec:
-    """The declaration of a method that takes ``x`` and, as declared elsewhere, more."""
+    """Return the declaration of a method that takes ``x`` and further arguments."""
 
     def method(self: object, x: Any, y: Any = None, *rest: Any, z: Any = None, **more: Any) -> Any:
         raise NotImplementedError
@@ -60,7 +58,7 @@ def run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A call with ``work`` in place of the workers."""
+    """Execute a call with ``work`` in place of the workers."""
     sent = dispatch(topology, spec, args, kwargs)
     results = {
         rank: work(
@@ -79,7 +77,7 @@ def run(
 
 
 def first(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A worker that returns what it was given."""
+    """Work that returns its argument."""
     return args[0]
 
 
@@ -110,15 +108,14 @@ KINDS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "topology", TOPOLOGIES, ids=lambda topology: "x".join(map(str, topology.sizes.values()))
 )
-def test_axis_sharding_gives_each_rank_its_share(topology: Topology) -> None:
+def test_axis_sharding_of_each_rank(topology: Topology) -> None:
     for shard in SUBSETS:
         rest = [axis for axis in AXES if axis not in shard]
         parts = topology.num_parts(shard)
-        sizes = {0, 1, parts, parts + 1, 3 * topology.world_size - 1}
+        sizes = {0, parts + 1, 3 * topology.world_size - 1}
         for size, replicate in itertools.product(sizes, (tuple(rest), tuple(rest[:1]), ())):
             check_shares(topology, shard, replicate, size)
 
@@ -126,7 +123,7 @@ def test_axis_sharding_gives_each_rank_its_share(topology: Topology) -> None:
 def check_shares(
     topology: Topology, shard: tuple[Axis, ...], replicate: tuple[Axis, ...], size: int
 ) -> None:
-    """As numpy cuts, over the coordinates in the order in which the axes are named."""
+    """Check that rows are cut as by numpy, over the axes in the order of their names."""
     given_to: dict[int, Any] = {}
 
     def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,7 +301,7 @@ def test_dispatch_refuses_marks() -> None:
                     dispatch(Topology(dp=2), declared(mode), args, kwargs)
 
 
-def test_dispatch_cuts_the_named_parameters() -> None:
+def test_dispatch_splits_the_named_parameters() -> None:
     topology = Topology(dp=2)
     spec = declared(Dispatch.DP_MP_COMPUTE, shard=("x", "z"))
     sent = dispatch(topology, spec, ([1, 2], [3, 4], [5, 6]), {"z": (7, 8), "w": [9, 10]})
@@ -368,7 +365,7 @@ def test_dispatch_of_values_without_rows(args: Sequence[Any], said: str) -> None
 
 
 @pytest.mark.parametrize("leaves_out", [False, True])
-def test_padding_does_not_come_back(leaves_out: bool) -> None:
+def test_padding_is_not_returned(leaves_out: bool) -> None:
     rows = KINDS["batch"](5)
 
     def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -444,7 +441,7 @@ def test_collecting_ranks() -> None:
         collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": 3}))
 
 
-def test_sharding_gives_to_another_coordinate() -> None:
+def test_axis_sharding_to_another_coordinate() -> None:
     topology = Topology(dp=2, tp=2, pp=3)
     spec = declared(AxisSharding(("dp",), ("tp",), {"pp": -1}, {"pp": -1}))
     given_to = dispatch(topology, spec, ([1, 2],), {}).args[0]
@@ -475,7 +472,7 @@ def test_ad_hoc_shard_for_one_rank() -> None:
         DispatchError, match="argument 0 is a Shard, and the call goes to rank 2 alone"
     ):
         dispatch_ad_hoc(Topology(dp=4), "c.m", [Shard([1, 2, 3, 4])], {}, [2])
-    for topology in (Topology(), Topology(tp=2)):  # whose only share is all of it
+    for topology in (Topology(), Topology(tp=2)):  # with a single share
         assert dispatch_ad_hoc(topology, "c.m", [Shard([1, 2])], {}, [0]).args[0].for_rank(0) == [
             1,
             2,

@@ -1,6 +1,4 @@
-"""A RewardPool of processes of this machine, used by episodes; what it is on every scheduler is in
-tests/contract.
-"""
+"""Tests of RewardPool.on_this_machine; tests/contract tests pools on every scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from helmsman.controller._workflows.executor import WorkflowExecutor
 from helmsman.controller._workflows.reward_pool import RewardPool
 from tests.contract.helpers import wait_gone
 
-pytestmark = pytest.mark.slow
 ACT = "tests.contract.reward_functions.act"
 
 
@@ -44,7 +41,7 @@ def test_reward_pool_on_this_machine() -> None:
         pool.map([1])
 
 
-def test_reward_pool_start_that_fails_leaves_nothing() -> None:
+def test_reward_pool_failed_start_leaves_no_process() -> None:
     before = children()
     with pytest.raises(EngineCreationError, match="no_such_module"):
         RewardPool.on_this_machine("no_such_module.score", num_processes=1)

@@ -1,4 +1,4 @@
-"""How long the threads of torch's CPU operators spin in a worker, as libgomp itself reports it."""
+"""Test that threads of torch's CPU operators spin briefly in a worker, as libgomp reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from helmsman import Job, RayScheduler, Scheduler
 from helmsman.controller._schedulers.local import LocalScheduler
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_threads_spin_briefly(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_DISPLAY_ENV", "verbose")

@@ -1,4 +1,4 @@
-"""A script that installs uvloop before it starts workers, as libraries do when imported."""
+"""Test of a script that installs uvloop before it starts workers, as some libraries do."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 _SCRIPT = """
 import asyncio, signal
@@ -34,14 +32,13 @@ with LocalScheduler(preload=()) as scheduler:
 """
 
 
-@pytest.mark.slow
 def test_local_scheduler_under_uvloop(tmp_path: Path) -> None:
-    """Its transports are no asyncio.Transport, and raise when they are closed."""
+    """Transports of uvloop are no asyncio.Transport, and raise when they are closed."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])},
         capture_output=True,
         text=True,
         timeout=60.0,
