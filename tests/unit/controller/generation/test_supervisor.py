@@ -19,17 +19,19 @@ from tests.unit.controller.generation.backends import make_requests, make_result
 
 POLICY = SupervisionPolicy(probe_every_s=1.0, suspect_s=5.0, dead_s=10.0, max_restarts=1)
 
+PREEMPTED = {"a": "its node is being drained"}
+
 
 class Cluster:
     """Instances that generate one token per second, and that a test ends or preempts."""
 
-    def __init__(self) -> None:
+    def __init__(self, moves_away: bool = True, fails: bool = False) -> None:
         self.leaving: dict[str, str] = {}
         """Instance id -> reason of its preemption."""
-        self.moves_away = True
+        self.moves_away = moves_away
         self.rebuilt: list[float] = []
         """Times of the rebuilds, in seconds."""
-        self.fails = False
+        self.fails = fails
         self.dead: dict[str, WorkerFailedError] = {}
         self.failed_engines: dict[str, str] = {}
         self.aborted: dict[str, asyncio.Event] = {}
@@ -92,7 +94,7 @@ def _supervised(
 @virtually
 async def test_notice_is_handled_once() -> None:
     cluster = Cluster()
-    requests, supervisor = _supervised(cluster)
+    requests, _ = _supervised(cluster)
     tickets = requests.put(make_requests(4, prompt=[1, 2], max_new_tokens=20))
     await asyncio.sleep(5.5)
     for number in range(3):
@@ -104,39 +106,34 @@ async def test_notice_is_handled_once() -> None:
     await requests.wait_idle()
     assert {ticket.state for ticket in tickets} == {RequestState.DONE}
     assert [ticket.future.result().token_ids for ticket in tickets] == [list(range(2, 22))] * 4
-    supervisor.stop()
 
 
 @virtually
 async def test_notice_without_another_node() -> None:
-    cluster = Cluster()
-    cluster.moves_away = False
-    requests, supervisor = _supervised(cluster)
-    cluster.leaving = {"a": "its node is being drained"}
+    cluster = Cluster(moves_away=False)
+    requests, _ = _supervised(cluster)
+    cluster.leaving = dict(PREEMPTED)
     await asyncio.sleep(60.0)
     assert len(cluster.rebuilt) == 1, "one rebuild for one notice"
     assert requests.instances["a"].is_serving
     cluster.leaving = {}
     await asyncio.sleep(5.0)
-    cluster.leaving = {"a": "its node is being drained"}
+    cluster.leaving = dict(PREEMPTED)
     await asyncio.sleep(5.0)
     assert len(cluster.rebuilt) == 2, "one rebuild for a new notice"
-    supervisor.stop()
 
 
 @virtually
 async def test_notice_and_rebuild_that_fails() -> None:
-    cluster = Cluster()
-    cluster.fails = True
-    requests, supervisor = _supervised(cluster)
-    cluster.leaving = {"a": "its node is being drained"}
+    cluster = Cluster(fails=True)
+    requests, _ = _supervised(cluster)
+    cluster.leaving = dict(PREEMPTED)
     await asyncio.sleep(60.0)
     assert len(cluster.rebuilt) == 2, "one rebuild for the notice, and one restart of the budget"
     assert requests.instances["a"].health is Health.DEAD
     (ticket,) = requests.put(make_requests(1))
     await requests.wait_idle()
     assert ticket.sent_to == "b"
-    supervisor.stop()
 
 
 @virtually
@@ -145,7 +142,7 @@ async def test_forget_of_a_removed_instance() -> None:
     requests, supervisor = _supervised(cluster)
     requests.put(make_requests(4, prompt=[1, 2], max_new_tokens=20))
     await asyncio.sleep(0.5)
-    cluster.leaving = {"a": "its node is being drained"}
+    cluster.leaving = dict(PREEMPTED)
     await requests.drain("a", migrate=True)
     requests.remove("a")
     supervisor.forget("a")
@@ -153,7 +150,6 @@ async def test_forget_of_a_removed_instance() -> None:
     await asyncio.sleep(5.0)
     assert cluster.rebuilt == []
     assert list(requests.instances) == ["b"]
-    supervisor.stop()
 
 
 @virtually
@@ -166,7 +162,6 @@ async def test_until_dead_of_a_removed_instance() -> None:
     supervisor.forget("a")
     await before
     await supervisor.until_dead("a")
-    supervisor.stop()
 
 
 @virtually
@@ -194,7 +189,6 @@ async def test_restart_pauses_double_within_the_budget() -> None:
     await asyncio.sleep(3600.0)
     assert len(cluster.rebuilt) == 4, "a restart has left the window"
     assert requests.instances["a"].health is Health.HEALTHY
-    supervisor.stop()
 
 
 @virtually
@@ -207,7 +201,6 @@ async def test_watch_of_a_dead_instance() -> None:
     supervisor.watch("a", Health.DEAD)
     await asyncio.sleep(5.0)
     assert len(cluster.rebuilt) == 1
-    supervisor.stop()
 
 
 @virtually
@@ -230,7 +223,6 @@ async def test_failed_engine_is_rebuilt() -> None:
     assert requests.instances["b"].is_serving
     await asyncio.sleep(5.0)
     assert requests.instances["a"].is_serving
-    supervisor.stop()
 
 
 @virtually
@@ -247,4 +239,3 @@ async def test_dead_instance_is_not_probed() -> None:
         Health.DEAD,
         Health.HEALTHY,
     )
-    supervisor.stop()
