@@ -25,7 +25,7 @@ from tests.engines.small_models import GPT2, MIXTRAL, QWEN2, random_tokens
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3)]
 STEPS_BEFORE, STEPS_AFTER = 2, 3
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def make(**fields: Any) -> FSDPTrainEngine:

@@ -26,8 +26,6 @@ from tests.engines.little_servers import PROGRAM, engine_of, write_model
 
 LIMIT_S = 30.0
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:

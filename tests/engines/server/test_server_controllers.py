@@ -31,8 +31,6 @@ POLICY = SupervisionPolicy(probe_every_s=0.1, suspect_s=20.0, dead_s=60.0, resta
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
 ROLE, ENGINE = "rollout", "helmsman.engines.server_engine.ServerEngine"
 
-pytestmark = pytest.mark.slow
-
 
 class World:
     """Two instances, whose servers are little ones."""

@@ -128,7 +128,6 @@ def require(result: GenerationResult, prompt: list[int], weight: float = 0.0) ->
     assert result.logprobs == pytest.approx(logprobs)
 
 
-@pytest.mark.slow
 async def test_agenerate_many_requests_few_connections(engine: ServerEngine) -> None:
     prompts, before = (
         {f"r{i}": [i, i + 1] for i in range(12)},
@@ -157,7 +156,6 @@ async def test_agenerate_stop_token(engine: ServerEngine) -> None:
     assert (result.token_ids, result.stop_reason) == (tokens[:3], "stop")
 
 
-@pytest.mark.slow
 async def test_agenerate_max_model_len(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, max_model_len=20) as engine:
         result = await engine.agenerate(asked("a", [1, 2, 3], 500))
@@ -237,7 +235,6 @@ async def test_agenerate_cancelled(engine: ServerEngine, dialect: str) -> None:
     require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
 
 
-@pytest.mark.slow
 @vllm_alone
 async def test_destroy_during_hanging_update(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, stop_timeout_s=0.5) as engine:
@@ -256,14 +253,12 @@ async def test_destroy_during_hanging_update(dialect: str, tmp_path: Path) -> No
 # --- what may be sent again -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_agenerate_retries_busy_server(engine: ServerEngine) -> None:
     await engine._running().call("POST", "/refuse", body={"count": 3}, limit_s=LIMIT_S)
     require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
     assert len(generations(engine)) == 4
 
 
-@pytest.mark.slow
 @vllm_alone
 async def test_agenerate_server_stays_busy(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, retry_s=0.3) as engine:
@@ -273,7 +268,6 @@ async def test_agenerate_server_stays_busy(dialect: str, tmp_path: Path) -> None
         assert raised.value.status == 503
 
 
-@pytest.mark.slow
 async def test_agenerate_server_dies(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
         tasks = await begun(engine, "a", "b")
@@ -318,7 +312,6 @@ async def test_agenerate_broken_connection(engine: ServerEngine) -> None:
     assert len(generations(engine)) == 1
 
 
-@pytest.mark.slow
 @vllm_alone
 async def test_destroy_closes_connections(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
@@ -328,7 +321,6 @@ async def test_destroy_closes_connections(dialect: str, tmp_path: Path) -> None:
         assert session.closed
 
 
-@pytest.mark.slow
 async def test_destroy_during_retries(tmp_path: Path) -> None:
     async with running("vllm", tmp_path) as engine:
         client = engine._running()
@@ -361,7 +353,6 @@ def weights_of(form: str, folder: Path, weight: float) -> Any:
     return WeightsInMemory(tensors, {name: checksum_of(tensor) for name, tensor in tensors.items()})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dialect", "form"),
     [("vllm", "disk"), ("vllm", "mapping"), ("sglang", "disk"), ("sglang", "memory")],
@@ -392,7 +383,6 @@ async def test_update_weights_during_requests(dialect: str, form: str, tmp_path:
         assert not os.listdir(engine._exchange)  # what was laid there for the server has gone
 
 
-@pytest.mark.slow
 async def test_update_weights_before_first_token(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, "--held") as engine:
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2], 1)))
@@ -403,7 +393,6 @@ async def test_update_weights_before_first_token(dialect: str, tmp_path: Path) -
         require(result, [1, 2], 1.0)
 
 
-@pytest.mark.slow
 async def test_update_weights_during_samples(tmp_path: Path) -> None:
     async with running("vllm", tmp_path) as engine:
         task = asyncio.create_task(
@@ -421,7 +410,6 @@ async def test_update_weights_during_samples(tmp_path: Path) -> None:
             assert result.versions[-1] == 1
 
 
-@pytest.mark.slow
 async def test_update_weights_that_do_not_fit(engine: ServerEngine) -> None:
     (task,) = await begun(engine, "a")
     right, name = tensors_of(1.0), "model.norm.weight"
@@ -444,7 +432,6 @@ async def test_update_weights_that_do_not_fit(engine: ServerEngine) -> None:
     assert not seen(engine, "/pause_generation")
 
 
-@pytest.mark.slow
 async def test_update_weights_torn_holds_requests(dialect: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "torn", math.nan)
     async with running(dialect, tmp_path) as engine:
@@ -470,7 +457,6 @@ async def test_update_weights_torn_holds_requests(dialect: str, tmp_path: Path) 
         assert (await tasks[1]).versions[: before["b"]] == [0] * before["b"]
 
 
-@pytest.mark.slow
 @vllm_alone
 async def test_update_weights_torn_then_server_dies(dialect: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "torn", math.nan)
@@ -487,7 +473,6 @@ async def test_update_weights_torn_then_server_dies(dialect: str, tmp_path: Path
 # --- sleep ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_sleep_and_wake(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, sleep=True) as engine:
         (task,) = await begun(engine, "a")
@@ -530,7 +515,6 @@ async def test_sleep_and_wake(dialect: str, tmp_path: Path) -> None:
             ]
 
 
-@pytest.mark.slow
 @vllm_alone
 async def test_wake_without_weights_holds_requests(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, sleep=True) as engine:
@@ -544,7 +528,6 @@ async def test_wake_without_weights_holds_requests(dialect: str, tmp_path: Path)
         require(await task, [1, 2], 1.0)
 
 
-@pytest.mark.slow
 @vllm_alone
 async def test_server_dies_then_update_and_sleep(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, sleep=True) as engine:

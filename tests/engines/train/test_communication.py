@@ -115,7 +115,6 @@ def four_ranks() -> dict[str, Any]:
     return run_ranks(all_cases, 4, 2)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", ["two_ranks", "four_ranks"])
 @pytest.mark.parametrize("name", list(CASES))
 def test_communication_same_losses(world: str, name: str, request: pytest.FixtureRequest) -> None:
@@ -129,7 +128,6 @@ def test_communication_same_losses(world: str, name: str, request: pytest.Fixtur
         torch.testing.assert_close(weight, expected["weights"][key], atol=atol, rtol=0)
 
 
-@pytest.mark.slow
 def test_communication_num_gathers(two_ranks: dict[str, Any]) -> None:
     """Four micro-batches; the rest of the model stays gathered between forward and backward."""
     num_layers = NUM_UNITS - 1
@@ -142,7 +140,6 @@ def test_communication_num_gathers(two_ranks: dict[str, Any]) -> None:
         assert counts[each]["_reduce_scatter_base_"] == 4 * NUM_UNITS
 
 
-@pytest.mark.slow
 def test_communication_num_sums_of_replicas(four_ranks: dict[str, Any]) -> None:
     """Replicas sum once per step, besides the sum of the gradient's norm."""
     for name in CASES:
@@ -150,7 +147,6 @@ def test_communication_num_sums_of_replicas(four_ranks: dict[str, Any]) -> None:
     assert four_ranks["default"]["counts"]["_reduce_scatter_base_"] == 2 * NUM_UNITS
 
 
-@pytest.mark.slow
 def test_communication_prefetch_order(two_ranks: dict[str, Any]) -> None:
     gather, layers = "gather", ["layer 0", "layer 1", "layer 2"]
     assert two_ranks["default"]["order"] == [

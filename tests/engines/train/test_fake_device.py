@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[3]
 
 TORCH_NPU = """
@@ -53,7 +51,6 @@ print(dist.is_initialized())
 """
 
 
-@pytest.mark.slow
 def test_process_group_after_set_device(tmp_path: Path) -> None:
     """NCCL and HCCL take the current device for that of the group; one rank has the second here."""
     package = tmp_path / "torch_npu"

@@ -61,7 +61,6 @@ def test_train_batch_bfloat16_moments_memory(make: Make) -> None:
     assert num_bytes(half) == 4 * num_parameters
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
 def test_load_bfloat16_moments_continues_exactly(make: Make, tmp_path: Path, offload: str) -> None:
     engine = make(moments_dtype="bfloat16", offload=offload)
@@ -78,7 +77,6 @@ def test_load_bfloat16_moments_continues_exactly(make: Make, tmp_path: Path, off
     assert {each.dtype for each in moments_of(other)} == {torch.bfloat16}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "own"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_load_moments_of_another_type(make: Make, tmp_path: Path, saved: str, own: str) -> None:
     engine = make(moments_dtype=saved)

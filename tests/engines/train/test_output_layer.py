@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from helmsman.engines._train.output_layer import return_statistics
 from helmsman.engines._train.vocabulary import TokenStatistics
-from helmsman.engines.train import FSDPTrainEngine
-from tests.engines.ranks import run_ranks
 from tests.engines.small_models import GEMMA3_MIXED, GPT2, LLAMA, MIXTRAL, QWEN2, random_tokens
 
 SOFT_CAPPED = {**GEMMA3_MIXED, "final_logit_softcapping": 2.0}
@@ -86,37 +82,3 @@ def test_return_statistics_of_an_unusual_head() -> None:
     return_statistics(model)
     distribution = torch.distributions.Categorical(logits=plain(input_ids=ids).logits)
     torch.testing.assert_close(asked(model, ids).logprobs, distribution.log_prob(ids.roll(-1)))
-
-
-def memory_kib(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1])
-
-
-NUM_TOKENS, VOCAB = 4096, 131_072
-
-
-def peak_of_a_step() -> tuple[float, float]:
-    """The memory that a step adds at its peak, in bytes, and its loss."""
-    config = {**LLAMA, "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCAB}
-    engine = FSDPTrainEngine(model=config, max_tokens_per_micro_batch=NUM_TOKENS, lr=0.0)
-    engine.initialize()
-    try:
-        samples = [{"input_ids": [(7 * each) % VOCAB for each in range(NUM_TOKENS)]}]
-        engine.train_batch([{"input_ids": [1, 2, 3]}], "sft")  # makes the optimizer's state
-        Path("/proc/self/clear_refs").write_text("5")
-        before = memory_kib("VmRSS")
-        loss = engine.train_batch(samples, "sft")["loss"]
-        return 1024.0 * (memory_kib("VmHWM") - before), loss
-    finally:
-        engine.destroy()
-
-
-@pytest.mark.slow
-def test_step_memory_below_the_logits() -> None:
-    ((peak, loss),) = run_ranks(peak_of_a_step, 1)
-    logits = NUM_TOKENS * VOCAB * 4
-    print(f"a step adds {peak / logits:.2f} of the bytes of its logits")
-    assert peak < 0.6 * logits, f"{peak / logits:.2f} of the logits' bytes"
-    assert loss > 0

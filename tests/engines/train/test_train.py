@@ -26,7 +26,6 @@ SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9
 LR = 1e-2
 
 
-@pytest.mark.slow
 def test_train_batch_lowers_loss_counts_versions(make: Make) -> None:
     engine = make()
     before = engine.eval_batch(SAMPLES, "sft")
@@ -122,7 +121,6 @@ def test_another_learning_rate_holds_from_the_next_step_on(make: Make) -> None:
         engine.set_lr(math.inf)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_steps_before", [0, 2])
 def test_load_continues_exactly(make: Make, tmp_path: Path, num_steps_before: int) -> None:
     engine, fresh = make(num_warmup_steps=3), make(seed=1, num_warmup_steps=3)
@@ -404,7 +402,6 @@ def test_destroy_keeps_foreign_process_group(make: Make) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_create_process_group_ranks_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     engine = FSDPTrainEngine(model=QWEN2, rendezvous_timeout_s=1)

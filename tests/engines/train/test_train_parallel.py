@@ -29,7 +29,7 @@ from tests.engines.conftest import Make
 from tests.engines.ranks import run_ranks
 from tests.engines.small_models import GEMMA3_MIXED, GPT2, LLAMA, QWEN2, random_tokens
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 VOCAB = {"vocab_size": 52}
 MODELS: dict[str, dict[str, Any]] = {

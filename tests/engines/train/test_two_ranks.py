@@ -16,8 +16,6 @@ from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.ranks import run_ranks
 from tests.engines.small_models import QWEN2, random_tokens
 
-pytestmark = pytest.mark.slow
-
 LENGTHS = [(5, 9), (12, 4), (3, 8), (20, 7), (6, 11)]
 
 

@@ -105,7 +105,6 @@ def of_a_part() -> tuple[torch.Tensor, torch.Tensor]:
     return entropies.detach(), grad
 
 
-@pytest.mark.slow
 def test_distribution_entropies_vocabulary_parallel() -> None:
     logits, weights = drawn()
     logits.requires_grad_()
@@ -230,7 +229,6 @@ def drawn_layer() -> tuple[torch.Tensor, ...]:
     )
 
 
-@pytest.mark.slow
 def test_output_layer_vocabulary_parallel() -> None:
     hidden, weight, targets, grads = drawn_layer()
     whole = OutputLayer(weight.requires_grad_(), None, soft_cap)

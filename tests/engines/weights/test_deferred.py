@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -130,7 +126,6 @@ def exported_by(folder: str, fields: dict[str, Any]) -> dict[str, torch.Tensor] 
         engine.destroy()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "world_size", "fields"),
     [
@@ -155,56 +150,3 @@ def test_deferred_on_several_ranks(
     assert others == [None] * (world_size - 1)
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
-
-
-LARGE: dict[str, Any] = {
-    **LLAMA,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "vocab_size": 32_000,
-}
-
-
-def anonymous_bytes() -> int:
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
-
-
-def peak_of_a_start(folder: str) -> tuple[int, int]:
-    """Bytes that the start adds at its peak, but for pages of files; and of parameters."""
-    engine = FSDPTrainEngine(model=folder)
-    engine.create_process_group()
-    dist.barrier()
-    before, peak, ended = anonymous_bytes(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not ended.wait(0.005):
-            peak = max(peak, anonymous_bytes())
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        engine.initialize()
-    finally:
-        ended.set()
-        watching.join()
-    num_bytes = sum(each.nbytes for each in engine._built_model().parameters())
-    engine.destroy()
-    return peak - before, num_bytes
-
-
-@pytest.mark.slow
-def test_start_memory_of_eight_ranks(tmp_path: Path) -> None:
-    model = model_of(LARGE).bfloat16()
-    model.save_pretrained(tmp_path)
-    del model
-    os.sync()
-    found = run_ranks(peak_of_a_start, 8, str(tmp_path))
-    total, (_, size) = sum(peak for peak, _ in found), found[0]
-    print(f"8 ranks of a model of {size / 2**30:.2f} GiB add {total / size:.2f} of its size")
-    assert size > 0.9 * 2**30
-    assert total < 1.3 * size

@@ -117,7 +117,6 @@ def tensors_of(engine: FSDPTrainEngine) -> list[torch.Tensor]:
     return [*engine._model.parameters(), *engine._model.buffers(), *states]
 
 
-@pytest.mark.slow
 def test_sleep_frees_memory_and_refuses_calls(engine: FSDPTrainEngine, tmp_path: Any) -> None:
     engine.train_batch(SAMPLES, "sft")
     engine.eval_batch(SAMPLES, "sft")
@@ -138,7 +137,6 @@ def test_sleep_frees_memory_and_refuses_calls(engine: FSDPTrainEngine, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_destroy_while_asleep(engine: FSDPTrainEngine) -> None:
     engine.sleep()
     engine.destroy()
@@ -194,13 +192,11 @@ def train_in_all_ways() -> dict[str, list[dict[str, float]]]:
     return found
 
 
-@pytest.mark.slow
 def test_train_batch_between_sleeps() -> None:
     for found in run_ranks(train_in_all_ways, 2):
         assert found["none"] == found["all"] == found["plain"]
 
 
-@pytest.mark.slow
 def test_train_batch_offloads_optimizer(engine: FSDPTrainEngine, make: Make) -> None:
     plain = [engine.train_batch(SAMPLES, "sft") for _ in range(3)]
     offloading = make(offload="optimizer")

@@ -1,26 +1,27 @@
-"""Each kind of loss makes its model learn something simple, on tiny models with fixed seeds."""
+"""Test that each kind of loss makes a tiny model learn a simple task."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
 import pytest
 import torch
 
-from helmsman.api.advantages import gae, whiten
+from helmsman.api.advantages import gae, group_advantages, whiten
+from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.api.pairs import pair_samples
 from helmsman.api.reward_shaping import token_rewards
 from helmsman.engines._models.model import build_model
+from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
 from tests.engines.small_models import QWEN2, VOCAB, random_tokens
 
-pytestmark = pytest.mark.slow
-
 MODEL: dict[str, Any] = {**QWEN2, "initializer_range": 0.02}
 GOOD = set(range(VOCAB // 2))
-"""Tokens that are worth something."""
+"""Tokens that are rewarded."""
 
 FIELDS: dict[str, Any] = {"model": MODEL, "lr": 3e-3}
 
@@ -30,7 +31,7 @@ def share_of_good(tokens: list[int]) -> float:
 
 
 def test_value_learns_returns(make: Make) -> None:
-    """The return is the share of good tokens so far, which the model must count."""
+    """The return is the share of good tokens so far."""
     critic = make(**FIELDS, head="value")
 
     def batch(seed: int) -> list[dict[str, Any]]:
@@ -51,7 +52,7 @@ def test_value_learns_returns(make: Make) -> None:
 
 
 def preference_pairs(num: int, seed: int) -> list[dict[str, Any]]:
-    """Answers of one prompt; the one with more good tokens is preferred."""
+    """Draw pairs of answers to one prompt; the one with more good tokens is preferred."""
     draw = random.Random(seed)
     pairs = []  # type: ignore[var-annotated]
     while len(pairs) < num:
@@ -73,7 +74,7 @@ def test_reward_model_ranks_unseen_pairs(make: Make) -> None:
     for seed in range(40):
         model.train_batch(preference_pairs(16, seed), "reward_model", {"center_coef": 0.01})
     assert model.eval_batch(held_out, "reward_model")["accuracy"] > 0.9
-    # What a script does with it: the reward of a sample is the value of its last token.
+    # Scripts take the value of the last token as the reward of a sample.
     rewards = [values[-1].item() for values in model.forward(held_out)]
     assert (
         sum(first > second for first, second in zip(rewards[::2], rewards[1::2], strict=True)) > 54
@@ -106,12 +107,12 @@ def test_dpo_raises_margin(make: Make) -> None:
 def generate(
     policy: FSDPTrainEngine, num: int, length: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """Tokens that the policy draws after the token 0."""
+    """Draw tokens of the policy after the token 0."""
     tokens = torch.zeros(num, 1, dtype=torch.int64)
     weights = policy.export_weights()
     assert weights is not None
     model: Any = build_model(policy.config.model, seed=0, dtype=torch.float32)
-    model.load_state_dict(weights, strict=False)  # one of two tied names is left out
+    model.load_state_dict(weights, strict=False)  # tied weights have one name
     for _ in range(length):
         probabilities = model(input_ids=tokens, use_cache=False).logits[:, -1].softmax(-1)
         tokens = torch.cat(
@@ -122,7 +123,7 @@ def generate(
 
 
 def test_decoupled_ppo_raises_reward(make: Make) -> None:
-    # Packed, a model cannot be called without being told how its rows lie, as generate does here.
+    # generate() calls the model without the layout of rows, which packing needs.
     policy = make(model=MODEL, lr=2e-3, packing=False)
     critic, reference = make(**FIELDS, head="value", seed=1), make(**FIELDS, frozen=True)
     generator = torch.Generator().manual_seed(0)
@@ -149,3 +150,46 @@ def test_decoupled_ppo_raises_reward(make: Make) -> None:
         scores.append(sum(rewards) / len(rewards))
     assert scores[0] < 0.65
     assert sum(scores[-3:]) / 3 > 0.85
+
+
+POLICY = {**QWEN2, "initializer_range": 0.1}
+WANTED, NUM_TOKENS, GROUP_SIZE = 7, 6, 16
+
+
+async def test_grpo_learns_rewarded_token(make: Make) -> None:
+    trainer = make(model=POLICY)
+    rollout = HFRolloutEngine(model=POLICY, max_concurrency=64, max_model_len=32)
+    rollout.initialize()
+    mean_rewards = []
+    for step in range(15):
+        requests = [
+            GenerationRequest(
+                request_id=f"{step}/{index}",
+                prompt_ids=[1 + index // GROUP_SIZE, 2],
+                sampling=SamplingParams(max_new_tokens=NUM_TOKENS, seed=1000 * step + index),
+            )
+            for index in range(4 * GROUP_SIZE)
+        ]
+        results = await asyncio.gather(*map(rollout.agenerate, requests))
+        rewards = [result.token_ids.count(WANTED) / NUM_TOKENS for result in results]
+        samples = [
+            {
+                "input_ids": request.prompt_ids + result.token_ids,
+                "loss_mask": [False] * 2 + [True] * NUM_TOKENS,
+                "logprobs": [0.0] * 2 + result.logprobs,
+                "advantages": advantage,
+            }
+            for request, result, advantage in zip(
+                requests, results, group_advantages(rewards, group_size=GROUP_SIZE), strict=True
+            )
+        ]
+        stats = trainer.train_batch(samples, "grpo", {"clip_high": 0.28})
+        # On-policy: both engines compute the same log-probabilities.
+        assert stats["ratio"] == pytest.approx(1.0, abs=1e-4)
+        weights = trainer.export_weights()
+        assert weights is not None
+        assert await rollout.update_weights(weights, trainer.get_version()) == step + 1
+        mean_rewards.append(sum(rewards) / len(rewards))
+    rollout.destroy()
+    assert mean_rewards[0] < 0.1
+    assert mean_rewards[-1] > 0.8

@@ -1,4 +1,4 @@
-"""Layers compiled by torch.compile compute what eager ones do, and are compiled once."""
+"""Test that compiled layers give the numbers of eager ones, and are compiled once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
 from tests.engines.small_models import QWEN3, random_tokens
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a compilation takes a minute
+pytestmark = pytest.mark.timeout(900)  # a compilation takes a minute
 
 BATCHES = [(5, 9, 12, 20), (3, 30), (7, 7, 8, 2, 14), (25,)]
 """Lengths of samples; a micro-batch has at most 24 tokens."""
@@ -37,7 +37,7 @@ def loss_and_gradients(
 
 
 def test_compile_layers_equals_eager(make: Make) -> None:
-    """With layers that are computed again in the backward pass, which compiles the most."""
+    """Gradient checkpointing compiles the most, since layers are computed again."""
     config = {
         "model": {**QWEN3, "initializer_range": 0.1},
         "max_tokens_per_micro_batch": 24,
