@@ -24,7 +24,7 @@ HF = "helmsman.engines.rollout.HFRolloutEngine"
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy(tmp_path_factory.mktemp("toy"), with_bash=True)
+    return make_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="session")

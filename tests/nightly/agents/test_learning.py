@@ -1,4 +1,4 @@
-"""An agent that uses OpenAI's SDK is trained: it learns to use its tool, and no session is lost."""
+"""Test that an agent of OpenAI's SDK learns to use its tool, and that no session is lost."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ import psutil
 import pytest
 
 from helmsman.recipes import GRPO
-from tests.agents.test_gateway import TOOL
-from tests.agents.toy_model import SECRETS, make_toy, question
+from tests.agents.toy_model import CHAT_TOOL, SECRETS, make_toy, question, train_toy
 from tests.processes import command_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPUS = {"train_cpus": 0.5, "rollout_cpus": 0.5}
 SYNCHRONOUS = {"cluster": {"scheduler": "local", **CPUS, "rollout_instances": 1}}
 STALE = {
@@ -38,7 +37,7 @@ STALE = {
 
 
 class Agent:
-    """Looks and answers; kills an instance in one of its sessions."""
+    """An agent that looks and answers, and kills an instance in one of its sessions."""
 
     def __init__(self, kill_at: int) -> None:
         self._numbers, self._kill_at = itertools.count(), kill_at
@@ -54,7 +53,7 @@ class Agent:
         reward = 0.0
         for _ in range(3):
             answer = await client.chat.completions.create(
-                model="policy", messages=messages, tools=[TOOL]
+                model="policy", messages=messages, tools=[CHAT_TOOL]
             )
             message = answer.choices[0].message
             messages.append(message)
@@ -80,10 +79,9 @@ def kill_instance() -> int:
 
 @pytest.fixture(scope="module")
 def learner(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy(tmp_path_factory.mktemp("learner"))
+    return train_toy(tmp_path_factory.mktemp("learner"))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("settings", [SYNCHRONOUS, STALE], ids=["synchronous", "staleness 1"])
 def test_agent_learns_while_an_instance_is_killed(
@@ -151,9 +149,8 @@ GRPO(
 """
 
 
-@pytest.mark.slow
 def test_restarted_run_uses_finished_sessions(tmp_path: Path) -> None:
-    model = make_toy(tmp_path / "toy", num_steps=1)
+    model = make_toy(tmp_path / "toy")
 
     def run(last: int) -> int:
         command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(model), str(last)]

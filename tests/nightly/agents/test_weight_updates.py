@@ -1,4 +1,4 @@
-"""Sessions go on over updates of weights, with the log-probabilities of each token's version."""
+"""Test that sessions continue over weight updates, with the version of each token."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def check(sample: Sample, models: list[Any]) -> set[int]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("in_flight", ["abort", "wait"])
 async def test_sessions_pause_for_updates(

@@ -1,4 +1,5 @@
-"""Texts of models that are malformed or hostile, and the places of their parts in the tokens."""
+"""Test malformed and hostile texts of models, and the places of their parts in the tokens."""
+# ruff: noqa: RUF001 - DeepSeek's markers
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def sampled(template: ChatTemplate, text: str) -> GenerationResult:
 
 
 def take_turn(template: ChatTemplate, text: str, **request: Any) -> tuple[Conversation, Turn]:
-    """Have the model answer ``USER`` by a text."""
+    """Add a turn in which the model answers ``USER`` by a text."""
     conversation = Conversation(template)
     prompt = conversation.prepare(ChatRequest(messages=[USER], **request))
     turn, _ = conversation.describe(prompt, sampled(template, text))
@@ -70,33 +71,33 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("family", "text"), MALFORMED)
-def test_malformed_calls_stay_text(family: str, text: str) -> None:
+def test_parse_malformed_calls(family: str, text: str) -> None:
     found = parse(family, f"{text}\n", {})
     assert (found.content, found.tool_calls) == (text, ())
 
 
 @pytest.mark.parametrize("arguments", ["5", "[1]", *NOT_PLAIN])
-def test_malformed_calls_of_harmony_stay_text(arguments: str) -> None:
+def test_parse_malformed_calls_of_harmony(arguments: str) -> None:
     found = parse("gptoss", written("gptoss", arguments))
     assert (found.content, found.tool_calls) == (arguments, ())
 
 
 @pytest.mark.parametrize("properties", [[], "x", 5, None])
 @pytest.mark.parametrize("family", ["glm", "qwen_xml"])
-def test_schemas_may_be_any_json(family: str, properties: Any) -> None:
+def test_parse_schema_of_any_json(family: str, properties: Any) -> None:
     arguments = {"a": 1, "b": 2}
     text = call_text(family, [ToolCall("", "add", json.dumps(arguments))])
     (call,) = parse(family, text, properties).tool_calls
     assert (call.name, json.loads(call.arguments)) == ("add", arguments)
 
 
-def test_semicolons_separate_calls_of_llama() -> None:
+def test_parse_calls_of_llama_between_semicolons() -> None:
     text = '{"name":"f","parameters":{"x":"cd /; ls"}}; {"name":"add","parameters":{}}'
     calls = [(each.name, json.loads(each.arguments)) for each in parse("llama", text).tool_calls]
     assert calls == [("f", {"x": "cd /; ls"}), ("add", {})]
 
 
-def test_arguments_can_be_read_in_deeper_frames() -> None:
+def test_parse_nested_arguments() -> None:
     def later(call: ToolCall, num_frames: int) -> None:
         if num_frames:
             return later(call, num_frames - 1)
@@ -112,7 +113,7 @@ def test_arguments_can_be_read_in_deeper_frames() -> None:
     assert 100 < num_read < 999
 
 
-def test_lone_surrogates_of_agents() -> None:
+def test_digest_lone_surrogates() -> None:
     def digest(text: str) -> bytes:
         call = ToolCall("", "f", json.dumps({"x": text}))
         return Digest([text], {}).add(Message(role="assistant", content=text, tool_calls=(call,)))
@@ -193,9 +194,9 @@ CLOSINGS = (
 
 @pytest.mark.timeout(30)  # a text that takes quadratic time takes minutes
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hostile_texts_are_parsed_in_linear_time(family: str) -> None:
+def test_parse_hostile_texts_in_linear_time(family: str) -> None:
     for start, unit in HOSTILE:
-        text = start + unit * (200_000 // len(unit))
+        text = start + unit * (100_000 // len(unit))
         for closing in CLOSINGS:
             found = parse(family, text + closing, template="<think></think>")
             assert found.body <= len(text + closing)
@@ -208,7 +209,7 @@ def test_hostile_texts_are_parsed_in_linear_time(family: str) -> None:
 @pytest.mark.parametrize(
     "text", ["ok 🙂 more text", "日本語のテキスト", "naïve 🙂🙃", "a\ufffdb 🙂"]
 )
-def test_characters_of_several_tokens_are_not_cut(name: str, text: str) -> None:
+def test_split_characters_of_several_tokens(name: str, text: str) -> None:
     template = ChatTemplate(tokenizer_of(name))
     ids = template.encode(text)
     for at in range(len(text) + 1):
@@ -218,7 +219,7 @@ def test_characters_of_several_tokens_are_not_cut(name: str, text: str) -> None:
     assert template.split(ids, len(text) + 1) == len(ids)
 
 
-def test_characters_of_byte_tokens_are_not_cut() -> None:
+def test_split_characters_of_byte_tokens() -> None:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -234,7 +235,7 @@ def test_characters_of_byte_tokens_are_not_cut() -> None:
         assert template.split(ids, at) == len(text[:at].encode())
 
 
-def test_reasoning_that_ends_in_a_character_of_several_tokens() -> None:
+def test_describe_reasoning_before_several_tokens() -> None:
     template = ChatTemplate(tokenizer_of("gptoss"))
     _, turn = take_turn(
         template,
@@ -253,7 +254,7 @@ CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x":  
 
 
 @pytest.mark.parametrize("text", [FINAL, ANALYSIS + FINAL])
-def test_rewritten_answers_of_harmony(text: str) -> None:
+def test_prepare_rewritten_answers_of_harmony(text: str) -> None:
     template = ChatTemplate(tokenizer_of("gptoss"))
     conversation, turn = take_turn(template, text)
     assert turn.message.content == "The answer is 42."
@@ -264,7 +265,7 @@ def test_rewritten_answers_of_harmony(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [CALL, ANALYSIS + CALL])
-def test_rewritten_calls_of_harmony(text: str) -> None:
+def test_prepare_rewritten_calls_of_harmony(text: str) -> None:
     template = ChatTemplate(tokenizer_of("gptoss"))
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
     conversation, turn = take_turn(template, text, tools=tools)
@@ -281,7 +282,7 @@ def test_rewritten_calls_of_harmony(text: str) -> None:
     assert template.decode(prompt.ids()) == template.render(chat, tools)
 
 
-def test_text_and_reasoning_beside_a_call_of_harmony() -> None:
+def test_prepare_text_beside_a_call_of_harmony() -> None:
     template = ChatTemplate(tokenizer_of("gptoss"))
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
     told = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"

@@ -1,4 +1,4 @@
-"""Turns whose agents leave, send requests again, or use up limits; sessions that end meanwhile."""
+"""Test turns of agents that leave, send requests again or reach limits, and their sessions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def held_turn(
     body: dict[str, Any],
     headers: dict[str, str] | None = None,
 ) -> AsyncIterator[asyncio.Task[tuple[int, str]]]:
-    """A request whose turn waits in the rollout's queue while the body runs."""
+    """Hold the turn of a request in the rollout's queue while the body runs."""
     rollout.pause()
     try:
         request = asyncio.create_task(send(session, body, headers))
@@ -71,25 +71,21 @@ async def held_turn(
         rollout.resume()
 
 
-def leave(request: asyncio.Task[Any]) -> None:
-    request.cancel()
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize("body", [CHAT, STREAM], ids=["whole", "stream"])
-async def test_agent_that_leaves_has_no_turn(
+async def test_agent_leaves(
     rollout: RolloutController, gateway: AgentGateway, body: dict[str, Any]
 ) -> None:
     with gateway.session() as session:
         async with held_turn(rollout, session, body) as request:
-            leave(request)
+            request.cancel()
             await until(lambda: rollout.stats().num_queued == 0)
         assert (await send(session))[0] == 200
         assert session.num_turns == 1
 
 
 @pytest.mark.asyncio
-async def test_agent_that_leaves_in_the_middle_of_a_stream_has_no_turn(
+async def test_agent_leaves_during_stream(
     rollout: RolloutController, gateway: AgentGateway
 ) -> None:
     long = {**STREAM, "n": 128, "logprobs": True}
@@ -112,13 +108,13 @@ async def test_agent_that_leaves_in_the_middle_of_a_stream_has_no_turn(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("body", [CHAT, STREAM], ids=["whole", "stream"])
-async def test_request_with_a_key_is_answered_after_its_agent_has_left(
+async def test_request_with_key_is_answered_later(
     rollout: RolloutController, gateway: AgentGateway, body: dict[str, Any]
 ) -> None:
     key = {"Idempotency-Key": "k"}
     with gateway.session() as session:
         async with held_turn(rollout, session, body, key) as request:
-            leave(request)
+            request.cancel()
         await until(lambda: not session.running)
         first = await send(session, body, key)
         assert first[0] == 200
@@ -136,7 +132,7 @@ async def test_one_of_two_agents_leaves(
             second = asyncio.create_task(send(session, STREAM, headers))
             (turn,) = session.requests.values()
             await until(lambda: turn.num_waiting == 2)
-            leave(request)
+            request.cancel()
             await until(lambda: turn.num_waiting == 1)
         assert (await second)[0] == 200
         assert session.num_turns == 1
@@ -153,7 +149,7 @@ async def test_key_of_another_request(gateway: AgentGateway) -> None:
 
 
 @pytest.mark.asyncio
-async def test_many_requests_sent_again(gateway: AgentGateway) -> None:
+async def test_requests_sent_again(gateway: AgentGateway) -> None:
     keys = [{"Idempotency-Key": str(number)} for number in range(40)]
     with gateway.session() as session:
         first = await asyncio.gather(*(send(session, CHAT, key) for key in keys))
@@ -203,9 +199,7 @@ async def test_limits_count_answers_and_parallel_turns(
 
 
 @pytest.mark.asyncio
-async def test_session_ends_while_a_turn_is_in_progress(
-    rollout: RolloutController, gateway: AgentGateway
-) -> None:
+async def test_session_ends_during_turn(rollout: RolloutController, gateway: AgentGateway) -> None:
     with gateway.session() as session:
         async with held_turn(rollout, session, CHAT) as request:
             direct = asyncio.create_task(session.complete(CHAT["messages"]))
@@ -220,7 +214,7 @@ async def test_session_ends_while_a_turn_is_in_progress(
 
 
 @pytest.mark.asyncio
-async def test_gateway_that_is_closed(rollout: RolloutController, tokenizer: Any) -> None:
+async def test_gateway_closed(rollout: RolloutController, tokenizer: Any) -> None:
     gateway = AgentGateway(rollout, tokenizer)
     session = gateway.session()
     waiting = asyncio.create_task(gateway.collect(1))
@@ -263,7 +257,7 @@ async def finish(client: aiohttp.ClientSession, opened: dict[str, Any]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_outside_sessions_survive(
+async def test_journal_outside_sessions(
     rollout: RolloutController, tokenizer: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "sessions.sqlite"
@@ -283,12 +277,12 @@ async def test_outside_sessions_survive(
             assert [each.name for each in await gateway.collect(2)] == ["a", "b"]
             gateway.forget(["a"])
     with AgentGateway(rollout, tokenizer, journal=path) as gateway:
-        # "d" was open, and "a" is forgotten; "b" was collected, but nothing says that it was used.
+        # "d" was open, and "a" is forgotten; "b" was collected, and not forgotten.
         assert [each.name for each in await gateway.collect(2)] == ["b", "c"]
 
 
 @pytest.mark.asyncio
-async def test_outside_agent_that_never_returns(rollout: RolloutController, tokenizer: Any) -> None:
+async def test_outside_agent_never_returns(rollout: RolloutController, tokenizer: Any) -> None:
     with AgentGateway(rollout, tokenizer, max_pending=1, outside_timeout=0.0) as gateway:
         async with client_of(gateway) as client:
             _, opened = await open_outside(client, "a")
@@ -299,7 +293,7 @@ async def test_outside_agent_that_never_returns(rollout: RolloutController, toke
 
 
 @pytest.mark.asyncio
-async def test_tools_that_the_model_does_not_see(
+async def test_tools_without_template(
     gateway: AgentGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     tool = {"type": "function", "function": {"name": "look"}}
@@ -312,7 +306,7 @@ async def test_tools_that_the_model_does_not_see(
 
 
 @pytest.mark.asyncio
-async def test_prompt_that_the_engine_refuses(
+async def test_prompt_refused_by_engine(
     gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Constant, "refuses", True)
@@ -329,21 +323,15 @@ async def test_prompt_that_the_engine_refuses(
 
 
 @pytest.mark.asyncio
-async def test_finish_of_a_session_that_a_script_has_opened(gateway: AgentGateway) -> None:
+async def test_finish_session_of_script(gateway: AgentGateway) -> None:
     with gateway.session() as session:
-        await finish_as(session)
+        async with aiohttp.ClientSession() as client:
+            await finish(client, {"base_url": session.base_url, "api_key": session.key})
         assert not session.is_closed
         assert session.reward == 1.0
 
 
-async def finish_as(session: AgentSession) -> None:
-    async with aiohttp.ClientSession() as client:
-        await finish(client, {"base_url": session.base_url, "api_key": session.key})
-
-
-def test_journal_that_is_damaged(
-    rollout: RolloutController, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_journal_damaged(rollout: RolloutController, tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "sessions.sqlite"
     path.write_bytes(b"no database" * 1000)
     with pytest.raises(OSError, match=r"sessions\.sqlite cannot be used: file is not a database"):

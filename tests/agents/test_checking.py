@@ -1,4 +1,4 @@
-"""`helmsman chat-check` on real chat templates."""
+"""Test `helmsman chat-check` on real chat templates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.agents.chat_models import tokenizer_of
         ("gptoss", "gptoss", False),
     ],
 )
-def test_findings(name: str, family: str, appends: bool) -> None:
+def test_chat_check_findings(name: str, family: str, appends: bool) -> None:
     report = chat_check(tokenizer_of(name))
     assert (report.family, report.appends) == (family, appends)
     read = [each.is_call_read for each in report.findings if each.is_call_read is not None]
@@ -36,7 +36,7 @@ def test_findings(name: str, family: str, appends: bool) -> None:
         assert found.reason == "the template drops the reasoning of an earlier answer"
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_chat_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer_of("qwen2_5").save_pretrained(tmp_path / "appends")
     assert main(["chat-check", str(tmp_path / "appends")]) == 0
     assert "a session is one training sample" in capsys.readouterr().out
