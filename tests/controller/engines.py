@@ -1,6 +1,4 @@
-"""Engines of the controllers' tests; only the one that needs torch imports it, so workers start
-fast.
-"""
+"""Engines of the controllers' tests; only CollectiveTrainer imports torch, which is slow."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def count_loss(num_samples: int, scale: float = 1.0) -> Any:
 
 
 class RecordingTrainer:
-    """A train engine that remembers what it was asked, and answers with what identifies it."""
+    """Train engine that records its calls and returns values that identify it."""
 
     worker_id: str = ""
 
@@ -51,13 +49,13 @@ class RecordingTrainer:
         self.log.append("initialize")
 
     def describe(self) -> tuple[str, list[str], dict[str, str]]:
-        """Name, calls so far and the rendezvous variables."""
+        """Return name, calls so far and rendezvous variables."""
         return self.name, self.log, self.environment
 
     def train_batch(
         self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None
     ) -> dict[str, float]:
-        """A step: the version counts, and the statistics tell this rank's share."""
+        """Increment the version, and return statistics of this rank's share."""
         self.log.append("train_batch")
         self.version += 1
         return {
@@ -104,10 +102,10 @@ class RecordingTrainer:
 
 
 class CollectiveTrainer(RecordingTrainer):
-    """Ranks that add up their samples over gloo; rank 1 fails as it is told to."""
+    """Train engine whose ranks add up their samples over gloo; rank 1 fails on request."""
 
     def create_process_group(self) -> None:
-        """Join by the environment alone."""
+        """Join by the variables of the environment."""
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
@@ -115,8 +113,9 @@ class CollectiveTrainer(RecordingTrainer):
     def train_batch(
         self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None
     ) -> dict[str, float]:
-        """The number of samples on all ranks. Rank 1 'dies', or 'leaves' the group with an error,
-        while rank 0 waits for it.
+        """Return the number of samples on all ranks.
+
+        With a ``fault``, rank 1 'dies' or 'leaves' the group with an error, while rank 0 waits.
         """
         import torch
         import torch.distributed as dist
@@ -133,9 +132,7 @@ class CollectiveTrainer(RecordingTrainer):
 
 
 class CountingRollout:
-    """A rollout engine whose requests end when ``finish`` says so, or at once with
-    ``gated=False``.
-    """
+    """Rollout engine whose requests end at once, or by ``finish`` with ``gated=True``."""
 
     worker_id: str = ""
 
@@ -153,9 +150,7 @@ class CountingRollout:
         self.ready = True
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Answer with the prompt's tokens plus one, truncated to the most new tokens; the prompt
-        [0] is refused.
-        """
+        """Return the prompt's tokens plus one, up to max_new_tokens; refuse the prompt [0]."""
         if request.prompt_ids == [0]:
             raise ValueError("token 0 is no prompt")
         self.served.append(request.request_id)
@@ -192,9 +187,7 @@ class CountingRollout:
         return chosen
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> int:
-        """Take weights that tell their version; others are refused, 'stuck' ones ignored, and
-        'held' ones wait for finish.
-        """
+        """Accept weights with the key 'weight'; 'stuck' ones are ignored, 'held' ones wait."""
         self.num_updates += 1
         if "weight" not in weights:
             raise KeyError("weight")
@@ -209,7 +202,7 @@ class CountingRollout:
         return self.version
 
     async def figures(self) -> tuple[int, int, list[str]]:
-        """Updates, most requests at once, and the requests in order of arrival."""
+        """Return the number of updates, the most requests at once, and all requests in order."""
         return self.num_updates, self.most_at_once, self.served
 
     def hold_interpreter(self, started: str) -> None:
@@ -222,12 +215,12 @@ class CountingRollout:
             pass
 
     def wait(self, started: str, release: str) -> None:
-        """Make the file ``started``, then keep the engine thread until ``release`` is made."""
+        """Create the file ``started``, and block the engine thread until ``release`` exists."""
         Path(started).touch()
         wait_for_file(release)
 
     async def die(self) -> None:
-        """End this process as the kernel would."""
+        """Kill this process."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def destroy(self) -> None:
@@ -235,7 +228,7 @@ class CountingRollout:
 
 
 class RolloutOfAChild(CountingRollout, InferenceEngine):  # type: ignore[misc]
-    """A CountingRollout that cannot work without a process of its own, which waits for nothing."""
+    """CountingRollout that depends on a child process."""
 
     def __init__(self, gated: bool = False) -> None:
         super().__init__(gated)
@@ -276,9 +269,7 @@ class RolloutOfAChild(CountingRollout, InferenceEngine):  # type: ignore[misc]
 
 
 class SleepyRollout(CountingRollout):
-    """A CountingRollout that sleeps; where the file ``hold`` is there, it does not get to it until
-    it is removed.
-    """
+    """CountingRollout whose sleep does not complete while the file ``hold`` exists."""
 
     def __init__(self, hold: str, gated: bool = False) -> None:
         super().__init__(gated)
@@ -298,19 +289,18 @@ class SleepyRollout(CountingRollout):
 
 
 class CountingRolloutThatStops(CountingRollout):
-    """Stops its process in the constructor, once for each time that the file is made."""
+    """Stops its process in the constructor if the file exists, and removes the file."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
         if os.path.exists(path):
             os.remove(path)
-            # at once: another thread may take it late
+            # To this thread: another one may handle the signal late.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 class SlowRollout(CountingRollout):
-    """A CountingRollout whose start a test holds by the two files of a gate, while the file
-    ``hold`` is there, or refuses by what that says."""
+    """CountingRollout whose start waits for a gate, or fails, while the file ``hold`` exists."""
 
     def __init__(self, hold: str, started: str, release: str, gated: bool = False) -> None:
         super().__init__(gated)

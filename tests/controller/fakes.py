@@ -1,13 +1,11 @@
-"""A scheduler for tests that keeps to the contract: engines live in this process, and their deaths
-are caused at will.
-"""
+"""A fake scheduler, whose engines run in this process and die when a test kills them."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from helmsman.api import errors
@@ -29,7 +27,7 @@ from helmsman.controller._aio.event_loop import background_loop, run_sync
 
 
 class Sent(NamedTuple):
-    """One call as the scheduler was asked for it."""
+    """One call that a scheduler received."""
 
     worker_id: str
     method: str
@@ -51,8 +49,10 @@ _Base: Any = type(
 
 
 class FakeScheduler(_Base):  # type: ignore[misc]
-    """Engines run on the background loop; ``sent`` records every call, ``ips`` are the workers'
-    addresses by index.
+    """Runs engines on the background loop, and records every call in ``sent``.
+
+    Args:
+        ips: Addresses of the workers, by index.
     """
 
     n_gpus_per_node = 0
@@ -72,11 +72,11 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         self._deaths: dict[str, asyncio.Future[None]] = {}
 
     def kill(self, worker_id: str) -> None:
-        """Let a worker die; its calls fail."""
+        """End a worker, so that its calls fail."""
         background_loop().call_soon_threadsafe(self._deaths[worker_id].set_result, None)
 
     def methods(self, worker_id: str) -> list[str]:
-        """The methods called on a worker, in order."""
+        """Return the methods called on a worker, in order."""
         return [call.method for call in self.sent if call.worker_id == worker_id]
 
     # --- roles ------------------------------------------------------------------------------------
@@ -296,15 +296,10 @@ def _remote(
     }
 
 
-async def awaited(awaitable: Awaitable[Any]) -> Any:
-    """Any awaitable as a coroutine, for run_sync."""
-    return await awaitable
-
-
 def make_death(
     worker_id: str, engine_name: str | None = None, method: str = "health"
 ) -> errors.WorkerFailedError:
-    """The error of a call to a worker that was killed."""
+    """Return the error of a call to a killed worker."""
     return errors.WorkerFailedError(
         worker_id=worker_id,
         engine_name=engine_name,
