@@ -1,6 +1,4 @@
-"""Tests of any rollout engine on vLLM, inside a worker or as its server; a module has them for its
-fixture ``served``.
-"""
+"""Tests of rollout engines on vLLM, which a module runs on the engine of its fixture ``served``."""
 
 from __future__ import annotations
 
@@ -28,16 +26,19 @@ LONG = MAX_LEN - 8
 
 
 class EngineSuite:
+    @pytest.mark.ci
     async def test_generate_greedy_matches_model(self, served: Served) -> None:
         results = await served.generate(PROMPTS)
         assert {each.stop_reason for each in results} == {"length"}
         await require_the_trainers(served, "float32")
 
+    @pytest.mark.ci
     async def test_generate_logprobs_unfiltered(self, served: Served) -> None:
         drawn = SamplingParams(temperature=0.5, top_k=20, top_p=0.9, seed=3, max_new_tokens=64)
         results = await served.generate(PROMPTS, drawn)
         assert differences(served.model, PROMPTS, results).max() < 1e-3
 
+    @pytest.mark.ci
     async def test_generate_stop_token(self, served: Served) -> None:
         (whole,) = await served.generate(PROMPTS[:1])
         stop = whole.token_ids[9]
@@ -75,6 +76,7 @@ class EngineSuite:
         with pytest.raises(ValueError, match=message):
             await served.engine.agenerate(served.request(prompt))
 
+    @pytest.mark.ci
     async def test_abort_returns_tokens(self, served: Served) -> None:
         long = SamplingParams(temperature=0.0, max_new_tokens=LONG)
         kept, ended = served.request([3], long), served.request([4], long)
@@ -92,6 +94,7 @@ class EngineSuite:
         assert (await tasks[0]).stop_reason == "abort"
         assert await served.engine.abort() == 0
 
+    @pytest.mark.ci
     async def test_update_weights_from_memory(self, served: Served) -> None:
         await served.generate([[1] * 300])  # whose keys and values must not be found again
         model = model_of(LLAMA, seed=2)
@@ -108,6 +111,7 @@ class EngineSuite:
         served.model = model
         await require_the_trainers(served, "memory")
 
+    @pytest.mark.ci
     async def test_update_weights_from_files(self, served: Served, tmp_path: Path) -> None:
         served_before = served.engine.get_version()
         model = model_of(LLAMA, seed=3)

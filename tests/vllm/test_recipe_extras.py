@@ -16,8 +16,6 @@ from helmsman.recipes.settings import Reward
 from helmsman.recipes.trackers import MetricsFile, open_trackers
 from tests.unit.recipes.data import completed, settings
 
-pytestmark = pytest.mark.slow
-
 
 def score_all(pairs: Sequence[tuple[str, str]], timeout_s: float = 60.0) -> list[Scored]:
     """Answers and texts, by math-verify in processes."""

@@ -1,4 +1,4 @@
-"""One ServerEngine in this process, whose server is vLLM's on the CPU: requests, weights, ends."""
+"""Test requests, weights and deaths of one ServerEngine, whose server is vLLM's on the CPU."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ def served(leases: PortLeases, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 class TestSuite(EngineSuite):
-    """By ServerEngine with vLLM's server."""
+    """The suite on ServerEngine with vLLM's server."""
 
 
+@pytest.mark.ci
 async def test_generate_samples_differ(served: Served) -> None:
     requests = [served.request(PROMPTS[0], SamplingParams(max_new_tokens=24)) for _ in range(4)]
     results = await served.engine.agenerate_samples(requests)
@@ -89,6 +90,7 @@ async def test_abort_stops_requests_in_server(served: Served) -> None:
     assert [(await each).stop_reason for each in tasks] == ["abort"] * 2
 
 
+@pytest.mark.ci
 async def test_update_during_requests_recomputes(served: Served) -> None:
     old, new, before = served.model, model_of(LLAMA, seed=30), served.engine.get_version()
     long = SamplingParams(temperature=0.0, max_new_tokens=200)
@@ -121,6 +123,7 @@ def test_start_error_quotes_vllm(leases: PortLeases, tmp_path: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.ci
 async def test_engine_core_death_fails_server(served: Served) -> None:
     """The last test of this module: it ends what the others share."""
     family = [

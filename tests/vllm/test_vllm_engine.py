@@ -1,4 +1,4 @@
-"""One VLLMEngine in this process, on the CPU: requests, weights, sleep."""
+"""Test requests, weights and sleep of one VLLMEngine in this process, on the CPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 class TestSuite(EngineSuite):
-    """By VLLMEngine."""
+    """The suite on VLLMEngine."""
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -184,6 +184,7 @@ def test_calls_from_any_event_loop(served: Served) -> None:
 # --- weights --------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 async def test_update_weights_by_broadcast(served: Served) -> None:
     model = model_of(LLAMA, seed=4)
     await broadcast(served, model, 20, weights_of(model))
@@ -217,6 +218,7 @@ async def test_update_torn_blocks_decoding(served: Served, tmp_path: Path) -> No
     await require_the_trainers(served, "after a torn update and a whole one")
 
 
+@pytest.mark.ci
 async def test_update_during_requests_keeps_cache(served: Served) -> None:
     version, old = served.engine.get_version(), served.model
     new = model_of(LLAMA, seed=8)
@@ -266,6 +268,7 @@ async def test_update_of_cancelled_caller_ends(served: Served) -> None:
 # --- sleep ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 async def test_sleep_refuses_requests_and_weights(served: Served) -> None:
     running = await served.begun(
         served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG))
@@ -291,6 +294,7 @@ async def test_sleep_refuses_requests_and_weights(served: Served) -> None:
     await require_the_trainers(served, "after sleep")
 
 
+@pytest.mark.ci
 async def test_sleep_level_2_needs_update(served: Served) -> None:
     version, model = served.engine.get_version() + 1, model_of(LLAMA, seed=10)
     await served.engine.sleep()

@@ -1,5 +1,5 @@
-"""However the ranks divide the work, the losses are those of one rank: FSDP, tensor and context
-parallelism, packing.
+"""Test that losses equal those of one rank however the ranks divide the work: FSDP, tensor and
+context parallelism, packing.
 """
 
 from __future__ import annotations
@@ -23,29 +23,34 @@ from helmsman.api.weights import (
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.losses import sft_loss
-from helmsman.engines.train import FSDPTrainEngine
 from helmsman.engines.weight_transfer import incoming
 from tests.engines.conftest import Make
 from tests.engines.ranks import run_ranks
-from tests.engines.small_models import GEMMA3_MIXED, GPT2, LLAMA, QWEN2, random_tokens
+from tests.engines.small_models import GPT2, LLAMA, QWEN2
+from tests.engines.train.layouts import (
+    BOTH,
+    CONTEXT,
+    LIMIT_S,
+    SAMPLES,
+    TENSOR,
+    VOCAB,
+    Case,
+    build,
+    require_equal,
+    run_alone,
+    run_cases,
+    train,
+)
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(300)
 
-VOCAB = {"vocab_size": 52}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {
-        **LLAMA,
-        **VOCAB,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-    },
-    # Tied; its padding token is also a token of the samples.
-    "qwen2": {**QWEN2, **VOCAB, "pad_token_id": 3},
-    "qwen3": {**QWEN2, **VOCAB, "model_type": "qwen3", "head_dim": 8},
-    "gemma3": {**GEMMA3_MIXED, **VOCAB, "tie_word_embeddings": True},
-}
+CASES = [
+    Case(1, "gemma3", {}),
+    Case(2, "llama", {"data_parallel_replicas": 2}),
+    Case(2, "llama", TENSOR),
+    Case(2, "gemma3", CONTEXT),
+    Case(4, "llama", {**BOTH, "gradient_checkpointing": True}),
+]
 SIX_HEADS = {
     **LLAMA,
     **VOCAB,
@@ -53,103 +58,17 @@ SIX_HEADS = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
 }
-SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3, 15)]
-NUM_STEPS = {"llama": 3}
-"""Of some models more than of others, whose layouts are what matters."""
-LIMIT_S = 250.0
-TENSOR, CONTEXT, BOTH = (
-    {"tensor_parallel_size": 2},
-    {"context_parallel_size": 2},
-    {"tensor_parallel_size": 2, "context_parallel_size": 2},
-)
-CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    1: [("gemma3", {}), ("qwen2", {"gradient_checkpointing": True})],
-    2: [
-        ("llama", {"data_parallel_replicas": 2}),
-        ("llama", TENSOR),
-        ("qwen2", {**TENSOR, "packing": False}),
-        ("gemma3", CONTEXT),
-        ("qwen3", {**CONTEXT, "packing": False}),
-    ],
-    4: [
-        ("qwen3", {**TENSOR, "data_parallel_replicas": 2}),
-        ("gemma3", BOTH),
-        ("llama", {**BOTH, "gradient_checkpointing": True}),
-        ("llama", {"context_parallel_size": 4}),  # more than there are heads of keys and values
-    ],
-}
 
 
-def share(step: int, rank: int, num_ranks: int) -> list[dict[str, Any]]:
-    """What a data-parallel rank gets of the batch, which is the same in every step; at times one of
-    them gets nothing.
-    """
-    if step % 3 == 1:
-        return SAMPLES if rank == num_ranks - 1 else []
-    return SAMPLES[rank::num_ranks]
-
-
-def build(model: str | dict[str, Any], **fields: Any) -> FSDPTrainEngine:
-    engine = FSDPTrainEngine(
-        model=MODELS[model] if isinstance(model, str) else model,
-        lr=1e-3,
-        max_tokens_per_micro_batch=36,
-        rendezvous_timeout_s=LIMIT_S,
-        collective_timeout_s=LIMIT_S,
-        **fields,
-    )
-    engine.create_process_group()
-    try:
-        engine.initialize()
-    except BaseException:
-        engine.destroy()  # other worlds must not find the process group
-        raise
-    return engine
-
-
-def limits_s(engine: FSDPTrainEngine) -> set[float]:
-    """How long collectives of an engine's groups wait."""
-    mesh = engine._mesh
-    assert mesh is not None
-    groups = [
-        *mesh.data.get_all_groups(),
-        mesh.tensor and mesh.tensor.get_group(),
-        mesh.model_group,
-        mesh.context_group,
-    ]
-    return {
-        each._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for each in groups
-        if each is not None
-    }
-
-
-def train(engine: FSDPTrainEngine, num_steps: int) -> list[dict[str, float]]:
-    rank, num_ranks = engine.data_parallel_rank, engine.data_parallel_world_size
-    return [engine.train_batch(share(step, rank, num_ranks), "sft") for step in range(num_steps)]
-
-
-def run(model: str, fields: dict[str, Any]) -> dict[str, Any]:
-    engine = build(model, **fields)
-    result: dict[str, Any] = {
-        "steps": train(engine, NUM_STEPS.get(model, 2)),
-        "coordinates": (engine.data_parallel_rank, engine.data_parallel_world_size),
-        "limits_s": limits_s(engine),
-    }
-    result["forward"] = engine.forward(SAMPLES)
-    result["weights"] = engine.export_weights()
-    engine.destroy()
-    return result
-
-
-def all_cases(world_size: int, folder: str) -> dict[str, Any]:
+def on_ranks(num_ranks: int, folder: str) -> dict[str, Any]:
     join_process_group(rendezvous_timeout_s=LIMIT_S, collective_timeout_s=LIMIT_S)
-    result: dict[str, Any] = {"cases": [run(model, fields) for model, fields in CASES[world_size]]}
-    if world_size == 4:
+    result: dict[str, Any] = {
+        "cases": run_cases([case for case in CASES if case.num_ranks == num_ranks])
+    }
+    if num_ranks == 4:
         result |= {"saved": save(folder), "published": published(folder), "errors": errors()}
-    if world_size == 2:
-        result["loaded"] = [load(folder, fields) for fields in ({}, TENSOR)]
-        result["num_sums"] = num_sums()
+    if num_ranks == 2:
+        result |= {"loaded": load(folder), "num_sums": num_sums()}
     leave_process_group()
     return result
 
@@ -167,8 +86,8 @@ def save(folder: str) -> list[dict[str, float]]:
     return steps
 
 
-def load(folder: str, fields: dict[str, Any]) -> list[dict[str, float]]:
-    engine = build("qwen2", **fields)
+def load(folder: str) -> list[dict[str, float]]:
+    engine = build("qwen2")
     engine.load(f"{folder}/checkpoint")
     steps = train(engine, 2)
     engine.destroy()
@@ -205,7 +124,7 @@ def published(folder: str) -> dict[str, Any]:
 
 
 def num_sums() -> int:
-    """Sums over tensor-parallel ranks in one step of one micro-batch, and that of the norm."""
+    """Count the sums over tensor-parallel ranks in a step of one micro-batch."""
     engine = build("llama", **TENSOR)
     with CommDebugMode() as collectives:
         engine.train_batch(SAMPLES[:2], "sft")
@@ -221,12 +140,12 @@ def fails_on_rank_three(
     logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if dist.get_rank() == 3:
-        raise ArithmeticError("rank 3 has had enough")
+        raise ArithmeticError("rank 3 fails")
     return sft_loss(logprobs, batch)
 
 
 def errors() -> dict[str, Any]:
-    engine = build("qwen3", **TENSOR)
+    engine = build("llama", **TENSOR)
     rank = dist.get_rank()
     found: dict[str, Any] = {}
 
@@ -265,68 +184,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def four_ranks(folder: str) -> list[dict[str, Any]]:
-    return run_ranks(all_cases, 4, 4, folder)
+    return run_ranks(on_ranks, 4, 4, folder)
 
 
 @pytest.fixture(scope="module")
 def worlds(folder: str, four_ranks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     return {
         4: four_ranks,
-        2: run_ranks(all_cases, 2, 2, folder),
-        1: run_ranks(all_cases, 1, 1, folder),
+        2: run_ranks(on_ranks, 2, 2, folder),
+        1: run_ranks(on_ranks, 1, 1, folder),
     }
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, Any]]:
-    """Each model on one rank, its samples padded: nothing is divided."""
-    (results,) = run_ranks(undivided, 1)
-    return results
+    return run_alone({case.model for case in CASES})
 
 
-def undivided() -> dict[str, dict[str, Any]]:
-    return {model: run(model, {"packing": False}) for model in MODELS}
-
-
-@pytest.mark.parametrize(
-    ("world_size", "number"),
-    [(world_size, number) for world_size, cases in CASES.items() for number in range(len(cases))],
-    ids=lambda value: str(value),
-)
 def test_train_batch_equals_one_rank(
-    worlds: dict[int, list[dict[str, Any]]],
-    alone: dict[str, dict[str, Any]],
-    world_size: int,
-    number: int,
+    worlds: dict[int, list[dict[str, Any]]], alone: dict[str, dict[str, Any]]
 ) -> None:
-    model, fields = CASES[world_size][number]
-    expected = alone[model]
-    results = [rank["cases"][number] for rank in worlds[world_size]]
-    model_size = fields.get("tensor_parallel_size", 1) * fields.get("context_parallel_size", 1)
-    for rank, result in enumerate(results):
-        assert result["coordinates"] == (rank // model_size, world_size // model_size)
-        assert result["steps"] == results[0]["steps"]
-        assert result["limits_s"] == {LIMIT_S}
-        assert (result["weights"] is None) == (rank > 0)
-        for mine, theirs in zip(result["forward"], expected["forward"], strict=True):
-            torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
-    first, *_ = results
-    for mine, theirs in zip(first["steps"], expected["steps"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-        assert mine["num_tokens"] == theirs["num_tokens"]
-    assert {name: each.shape for name, each in first["weights"].items()} == {
-        name: each.shape for name, each in expected["weights"].items()
-    }
-    for name, each in first["weights"].items():
-        torch.testing.assert_close(each, expected["weights"][name], atol=1e-3, rtol=1e-3)
+    for num_ranks, ranks in worlds.items():
+        cases = [case for case in CASES if case.num_ranks == num_ranks]
+        for number, case in enumerate(cases):
+            require_equal(case, [rank["cases"][number] for rank in ranks], alone[case.model])
 
 
 def test_load_on_other_ranks_and_layouts(worlds: dict[int, list[dict[str, Any]]]) -> None:
-    saved = worlds[4][0]["saved"]
-    for steps in worlds[2][0]["loaded"]:
-        for mine, theirs in zip(steps, saved, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    for mine, theirs in zip(worlds[2][0]["loaded"], worlds[4][0]["saved"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
 def test_train_batch_num_sums_of_a_layer(worlds: dict[int, list[dict[str, Any]]]) -> None:
@@ -345,7 +231,7 @@ def test_publish_weights_whole_with_names(four_ranks: list[dict[str, Any]]) -> N
 
 
 def test_publish_weights_gathers_together(four_ranks: list[dict[str, Any]]) -> None:
-    """Tensor-parallel shards along both axes of the mesh, norms in one of them or in both."""
+    """The parameters are sharded along one or both axes of the mesh."""
     assert four_ranks[0]["published"]["num_gathers"] <= 4
 
 
@@ -353,7 +239,7 @@ def test_train_batch_failure_of_one_rank(
     four_ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]]
 ) -> None:
     found = [rank["errors"] for rank in four_ranks]
-    assert found[3]["loss"] == ("ArithmeticError", "rank 3 has had enough")
+    assert found[3]["loss"] == ("ArithmeticError", "rank 3 fails")
     assert found[3]["malformed"][0] == "ValueError"
     for rank in range(3):
         for name in ("loss", "malformed"):
@@ -366,7 +252,7 @@ def test_train_batch_failure_of_one_rank(
         assert kind == "ValueError"
         assert "rank(s) [1] got other samples than the head" in message
         assert errors_of_rank["version"] == 0
-        for mine, theirs in zip(errors_of_rank["after"], alone["qwen3"]["steps"], strict=False):
+        for mine, theirs in zip(errors_of_rank["after"], alone["llama"]["steps"], strict=False):
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
 
 
