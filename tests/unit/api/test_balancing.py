@@ -1,4 +1,4 @@
-"""The order in which rows are cut into shares of equally many tokens."""
+"""Test the order of rows that gives data-parallel shares equally many tokens."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def test_balanced_order_pairs_long_with_short() -> None:
 
 
 def test_balanced_order_of_answers() -> None:
-    """Lengths as those of answers: many short ones, few long ones."""
+    """Answers have many short lengths and few long ones."""
     lengths = [int(random.Random(row).lognormvariate(6, 1)) for row in range(512)]
     shares = tokens_of_shares(lengths, 8)
     assert max(shares) <= 1.02 * sum(shares) / 8
     in_order = [sum(lengths[start : start + 64]) for start in range(0, 512, 64)]
-    assert max(in_order) >= 1.1 * sum(in_order) / 8, "the rows as given are worse"
+    assert max(in_order) >= 1.1 * sum(in_order) / 8, "the given order is worse"
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(1, 9))
 def test_balanced_order_is_permutation(lengths: list[int], num_parts: int) -> None:
     order = balanced_order(lengths, num_parts)
     assert sorted(order) == list(range(len(lengths)))
-    assert order == balanced_order(lengths, num_parts), "it depends on nothing else"
+    assert order == balanced_order(lengths, num_parts)
 
 
-def test_balanced_order_refuses_no_parts() -> None:
+def test_balanced_order_zero_parts() -> None:
     with pytest.raises(ValueError, match="num_parts is 0; expected 1 or more"):
         balanced_order([1], 0)

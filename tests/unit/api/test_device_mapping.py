@@ -1,4 +1,4 @@
-"""Device mappings as people and configurations write them."""
+"""Test the forms of device mappings that configurations use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_device_mapping_parsed(mapping: str | Sequence[int], devices: list[int])
 
 
 @pytest.mark.parametrize(
-    ("mapping", "said"),
+    ("mapping", "message"),
     [
         ("list(range(0,8)", "'list(range(0, 8))': '(' was never closed"),
         ("open('/tmp/x')", """"open('/tmp/x')" is neither a list nor a range"""),
@@ -45,8 +45,8 @@ def test_device_mapping_parsed(mapping: str | Sequence[int], devices: list[int])
         ("[1] + [1]", "each device once; 1 is repeated"),
     ],
 )
-def test_device_mapping_refused(mapping: str, said: str) -> None:
+def test_device_mapping_refused(mapping: str, message: str) -> None:
     with pytest.raises(InvalidSpecError) as caught:
         parse_device_mapping(mapping, "actor")
-    assert said in str(caught.value), caught.value
+    assert message in str(caught.value), caught.value
     assert "device_mapping" in str(caught.value) and "actor" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Every error says what to do, and survives the way from a worker to the driver."""
+"""Test that every error names a next step, and survives pickling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GIVEN: dict[str, Any] = {
     "num_recoveries": 30,
     "exit_code": errors.BootstrapExit.PREFLIGHT,
 }
-"""Values of fields by name; the others are made from their types."""
+"""Values of fields by name; other values are made from the types of the fields."""
 
 MADE: dict[str, Any] = {
     "float": 12.5,
@@ -76,7 +76,7 @@ HIDDEN = {
     ),
     *("RecoveryExhaustedError.loss", "RewardLostError.worker_id", "ServerLostError.engine"),
 }
-"""Fields that are for programs, and those that a message shows in other words."""
+"""Fields for programs, and fields that messages show in other words."""
 
 NEXT_STEPS = {
     "InvalidSpecError": "expected",
@@ -128,14 +128,12 @@ NEXT_STEPS = {
     "LogDirectoryError": "Set log_dir to a writable directory",
     "UntrustedPathError": "XDG_STATE_HOME",
 }
-"""The advice of each error that has fields, apart from ADVISED_BY_RAISER and those with one of
-ADVICE.
-"""
+"""Advice of each error with fields, except ADVISED_BY_RAISER and errors with a field in ADVICE."""
 ADVICE = {"step", "next_step", "change", "command"}
 
 ADVISED_BY_RAISER = {"JobError", "JobsFileError", "NotFoundError", "StartError", "CallError"} | {
     *("BootstrapError", "PreflightError", "ClusterMismatchError"),
-    # callers turn them into a CallError
+    # Callers convert them to a CallError.
     *(
         "CodecError",
         "NotSerializableError",
@@ -169,7 +167,7 @@ def made(name: str, kind: str, number: int) -> Any:
 
 
 def example(cls: type[HelmsmanError], **fields: Any) -> Any:
-    """An error of a class, with values for all of its fields."""
+    """Return an error of a class, with values for all of its fields."""
     if issubclass(cls, errors.BootstrapError) or not cls.field_names:
         return cls(
             "a message",
@@ -197,19 +195,19 @@ def assert_same(restored: Any, error: HelmsmanError) -> None:
     assert repr(restored) == repr(error)
     assert restored.args == error.args
     assert plain(restored) == plain(error)
-    # ImportError keeps its message outside __dict__
+    # ImportError keeps its message outside of __dict__.
     assert getattr(restored, "msg", None) == getattr(error, "msg", None)
 
 
 def plain(value: Any) -> Any:
-    """Nested errors as comparable data, for exceptions compare by identity."""
+    """Convert nested errors to comparable data, since exceptions compare by identity."""
     if isinstance(value, HelmsmanError):
         return type(value), str(value), {key: plain(item) for key, item in vars(value).items()}
     return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def shown(value: Any) -> list[str]:
-    """Texts by which a message shows a field."""
+    """Return the texts by which a message shows a field."""
     if isinstance(value, HelmsmanError):
         return str(value).splitlines()[:1]
     if isinstance(value, dict):
@@ -398,16 +396,16 @@ def test_errors_unknown_fields() -> None:
             errors.RoleExistsError(**wrong)  # type: ignore[arg-type]
 
 
-class ErrorOfAUser(errors.RoleExistsError):
+class UserError(errors.RoleExistsError):
     owner: str = "ada"
     template = "{owner}: {role}"
 
 
 def test_errors_subclass_of_user() -> None:
-    restored = pickle.loads(pickle.dumps(ErrorOfAUser(role="train", num_workers=0, owner="bob")))
-    assert isinstance(restored, ErrorOfAUser)
+    restored = pickle.loads(pickle.dumps(UserError(role="train", num_workers=0, owner="bob")))
+    assert isinstance(restored, UserError)
     assert (restored.role, restored.owner, str(restored)) == ("train", "bob", "bob: train")
-    assert ErrorOfAUser.__module__ == __name__
+    assert UserError.__module__ == __name__
 
 
 def test_bootstrap_exit_codes() -> None:
@@ -424,7 +422,7 @@ def test_errors_docstring_tree() -> None:
 
 
 def drawn_tree(text: str) -> Iterator[tuple[str, str, frozenset[str]]]:
-    """(name, parent, built-in bases) of each line of the tree."""
+    """Yield name, parent and built-in bases of each line of the tree."""
     ancestors = ["HelmsmanError"]
     for prefix, name, builtins in re.findall(
         r"^([│ ]*[├└]── )(\w+)(?: \(([\w, ]+)\))?", text, re.MULTILINE
@@ -436,8 +434,9 @@ def drawn_tree(text: str) -> Iterator[tuple[str, str, frozenset[str]]]:
 
 
 def real_place(cls: type[HelmsmanError]) -> tuple[str, frozenset[str]]:
-    """Nearest public ancestor, and the built-in bases that the class itself adds; private classes
-    in between are not drawn.
+    """Return the nearest public ancestor, and the built-in bases that the class itself adds.
+
+    The tree leaves out private classes in between.
     """
     ours = [
         base

@@ -1,4 +1,4 @@
-"""Rewards against values worked out by hand."""
+"""Test shaped rewards against values computed by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_token_rewards_without_divergence() -> None:
         (([1.0], [MASK]), {"estimator": "k4"}, "'k1', 'k2' or 'k3'"),
     ],
 )
-def test_token_rewards_refuse(
+def test_token_rewards_invalid_arguments(
     arguments: tuple[object, ...], kwargs: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -65,7 +65,7 @@ def test_token_rewards_refuse(
 
 def test_adaptive_kl() -> None:
     control = AdaptiveKl(1.0, target=6.0)
-    # the error 9 counts as 0.2, times the gain 0.1
+    # The error of 9 is clipped to 0.2 and multiplied by the gain 0.1.
     assert control.update(60.0) == pytest.approx(1.02)
     assert control.update(0.0) == pytest.approx(1.02 * 0.98)
     assert control.update(6.6) == pytest.approx(1.02 * 0.98 * 1.01)  # an error of 0.1
@@ -75,7 +75,7 @@ def test_adaptive_kl() -> None:
 
 
 def test_soft_overlong_punishment() -> None:
-    # 0 up to 8, -1 from 12 on, a quarter per token between.
+    # The punishment is 0 up to 8 tokens and -1 from 12 tokens, and grows linearly in between.
     found = [
         soft_overlong_punishment(length, max_tokens=12, cache_tokens=4)
         for length in (0, 8, 9, 11, 12, 40)

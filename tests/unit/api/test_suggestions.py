@@ -1,4 +1,4 @@
-"""Suggestions: the nearest name, in every message about one that does not exist."""
+"""Test that messages about unknown names suggest the nearest known one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_suggesting_unknown_field(kind: type[msgspec.Struct], field: str, expect
         kind(**{field: 1})
 
 
-def test_suggesting_is_an_ordinary_struct() -> None:
+def test_suggesting_pickles_copies_and_converts() -> None:
     spec = SchedulingSpec(gpu=2)
     others: list[Any] = [
         pickle.loads(pickle.dumps(spec)),

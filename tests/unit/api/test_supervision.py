@@ -1,4 +1,4 @@
-"""A monitor and its watches on a virtual clock, and the budget of restarts."""
+"""Test a monitor and its watches on a virtual clock, and the budget of restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.controller.generation.backends import virtually
 
 
 class Probes(ProbePolicy, frozen=True, kw_only=True):
-    """As of a controller whose users set it."""
+    """The policy of a controller; messages name it."""
 
 
 POLICY = Probes(probe_every_s=2.0, dead_s=60.0, busy_s=300.0)
@@ -23,24 +23,22 @@ ANSWERED, SUSPECT, DEAD, PREEMPTED = Sign.ANSWERED, Sign.SUSPECT, Sign.DEAD, Sig
 
 
 class Workers:
-    """Workers that answer, are busy or are stopped, as the test says; and what a watch reports of
-    them.
-    """
+    """Workers in the states that a test sets, and the reports of a watch about them."""
 
     def __init__(self) -> None:
         self.states: dict[str, str] = {}
-        """Process state by worker id; one that is not here answers."""
+        """Process state by worker id; a worker without an entry answers."""
         self.errors: dict[str, Exception] = {}
         self.answers_after_s = 0.0
-        self.num_asked = 0
+        self.num_probes = 0
         self.outstanding: set[str] = set()
         self.notices: dict[str, str] = {}
         self.reports: list[tuple[float, Report]] = []
         self.monitor = Monitor(self.check_health, self.leaving)
 
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
-        self.num_asked += 1
-        assert worker_id not in self.outstanding, "there is one question at a time"
+        self.num_probes += 1
+        assert worker_id not in self.outstanding, "at most one probe is in flight"
         self.outstanding.add(worker_id)
         await asyncio.sleep(self.answers_after_s)
         self.outstanding.discard(worker_id)
@@ -69,7 +67,7 @@ class Workers:
         return [report.sign for _, report in self.reports]
 
 
-def unobservable() -> CallTimeoutError:
+def probe_timeout() -> CallTimeoutError:
     return CallTimeoutError(
         worker_id="a",
         engine_name=None,
@@ -84,16 +82,16 @@ def unobservable() -> CallTimeoutError:
 
 
 @virtually
-async def test_watch_asks_once_at_a_time() -> None:
+async def test_watch_slow_answers() -> None:
     workers = Workers()
     workers.answers_after_s = 3.0
     watch = Watch(workers.monitor, POLICY, workers.note, ["a"], suspect_s=10.0)
     await asyncio.sleep(14.5)
     assert [round(at) for at, _ in workers.reports] == [3, 8, 13]
-    assert workers.signs() == [ANSWERED] * 3, "a slow answer makes none suspect"
+    assert workers.signs() == [ANSWERED] * 3, "no slow answer makes it suspect"
     watch.close()
     await asyncio.sleep(100.0)
-    assert (workers.num_asked, len(workers.reports)) == (3, 3)
+    assert (workers.num_probes, len(workers.reports)) == (3, 3)
 
 
 @virtually
@@ -112,14 +110,14 @@ async def test_watch_silent_worker() -> None:
     )
     del workers.states["a"]
     await asyncio.sleep(5.0)
-    assert workers.signs()[2:] == [ANSWERED] * 2, "what follows a death is the subscriber's to say"
+    assert workers.signs()[2:] == [ANSWERED] * 2, "a later answer is reported, too"
     watch.close()
 
 
 @virtually
 async def test_watch_answer_after_suspicion() -> None:
     workers = Workers()
-    workers.errors["a"] = unobservable()
+    workers.errors["a"] = probe_timeout()
     watch = Watch(workers.monitor, POLICY, workers.note, ["a"], suspect_s=10.0)
     await asyncio.sleep(40.0)
     del workers.errors["a"]
@@ -179,7 +177,7 @@ async def test_watch_worker_not_found() -> None:
     workers.errors["a"] = WorkerNotFoundError(name="a", known=[])
     watch = Watch(workers.monitor, POLICY, workers.note, ["a"])
     await asyncio.sleep(200.0)
-    assert (workers.num_asked, workers.reports) == (100, [])
+    assert (workers.num_probes, workers.reports) == (100, [])
     watch.close()
 
 
@@ -249,18 +247,18 @@ async def test_monitor_ask(state: str | None, or_busy: bool, sign: Sign) -> None
 
 
 @virtually
-async def test_monitor_ask_after_own_stop() -> None:
+async def test_monitor_ask_after_suspension() -> None:
     workers = Workers()
     loop = asyncio.get_running_loop()
 
-    async def stopped_meanwhile(worker_id: str, timeout: float | None = None) -> WorkerHealth:
-        workers.num_asked += 1
-        if workers.num_asked == 1:
+    async def resumed_later(worker_id: str, timeout: float | None = None) -> WorkerHealth:
+        workers.num_probes += 1
+        if workers.num_probes == 1:
             await asyncio.sleep(500.0)
-            raise unobservable()
+            raise probe_timeout()
         return await workers.check_health(worker_id)
 
-    report = await Monitor(stopped_meanwhile, workers.leaving).ask("a", 5.0)
+    report = await Monitor(resumed_later, workers.leaving).ask("a", 5.0)
     assert (report.sign, loop.time()) == (ANSWERED, pytest.approx(500.0))
 
 
@@ -270,7 +268,7 @@ def test_restart_budget() -> None:
     assert budget.spend(99.0) is None
     assert budget.num_recent(99.0) == 3
     assert (budget.free_in_s(99.0), budget.free_in_s(100.0)) == (1.0, 0.0)
-    assert budget.spend(100.0) == 2.0, "the first is out of the window"
+    assert budget.spend(100.0) == 2.0, "the first restart has left the window"
     assert budget.spend(105.0) is None
     assert budget.spend(300.0) == 0.5
     assert RestartBudget(0, 1.0).spend(0.0) is None

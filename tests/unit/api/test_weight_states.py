@@ -1,4 +1,4 @@
-"""The state machine of an instance's memory and weights: every pair of state and event."""
+"""Test every pair of state and event of the state machine of an instance's weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def memory(state: WeightState) -> tuple[bool, bool]:
 
 
 def test_weight_state_all_pairs() -> None:
-    """Each event does what it says to memory and weights, and nothing else."""
+    """Each event changes memory and weights as its name states, and nothing else."""
     for state in WeightState:
         for event in WeightEvent:
             if (state, event) not in TRANSITIONS:
@@ -40,5 +40,5 @@ def test_weight_state_all_pairs() -> None:
             assert following.is_serving == (following.has_cache and following.is_whole)
 
 
-def test_weight_state_each_is_another_situation() -> None:
+def test_weight_states_are_distinct() -> None:
     assert len({(memory(state), state.is_whole) for state in WeightState}) == len(WeightState) == 6

@@ -1,4 +1,4 @@
-"""Configurations of worker groups, before any worker starts."""
+"""Test the validation of worker groups' configurations, without workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_config_topology_before_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (ClusterConfig(), "world_size is None; expected a number of workers, or a device_mapping"),
         (ClusterConfig(device_mapping="0-2", num_gpus_per_worker=2), "a divisor of the 3 devices"),
@@ -30,7 +30,7 @@ def test_config_topology_before_start() -> None:
         ),
     ],
 )
-def test_config_refused_before_start(config: ClusterConfig, said: str) -> None:
+def test_config_refused_before_start(config: ClusterConfig, message: str) -> None:
     with pytest.raises(InvalidSpecError) as caught:
         config.topology("actor")
-    assert said in str(caught.value) and "actor" in str(caught.value)
+    assert message in str(caught.value) and "actor" in str(caught.value)

@@ -1,4 +1,4 @@
-"""AReaL's errors: its constructors and attributes, and they can be sent between processes."""
+"""Test that AReaL's errors have its constructors and attributes, and survive pickling."""
 
 from __future__ import annotations
 
