@@ -1,4 +1,4 @@
-"""Leases of ports: each is given once, can be bound by its owner, and ends with its process."""
+"""Test that each port is leased once, can be bound by its owner, and is freed with its process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.own_ports import own_ports
 LINUX = pytest.mark.skipif(
     sys.platform != "linux", reason="leases are sockets of Linux's abstract namespace"
 )
-TAKE_PLAINLY = (
+BIND_WITHOUT_LEASE = (
     "import socket, sys; s = socket.socket(); s.bind(('0.0.0.0', int(sys.argv[1]))); "
     "s.listen(); print('bound')"
 )
@@ -93,7 +93,7 @@ def test_port_range_from_environment() -> None:
 
 def test_lease_port_bindable_by_owner(port: int) -> None:
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", TAKE_PLAINLY, str(port)], check=True)
+        subprocess.run([sys.executable, "-c", BIND_WITHOUT_LEASE, str(port)], check=True)
         with (
             socket.create_server(("0.0.0.0", port)),
             socket.create_connection(("127.0.0.1", port), timeout=10.0),

@@ -1,4 +1,4 @@
-"""Reports of a process about itself."""
+"""Test the CPU time that a process reports about its descendants."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from helmsman.rpc_server._host.examination import descendants_s
 
 
 def test_descendants_s_counts_children_of_children() -> None:
-    """A compiler that a method has started computes; the method makes progress."""
-    compute = "while True: pass"
-    shell = ["sh", "-c", f"{sys.executable} -c '{compute}'; true"]
+    """A method makes progress while a compiler that it has started computes."""
+    shell = ["sh", "-c", f"{sys.executable} -c 'while True: pass'; true"]
     before = descendants_s(os.getpid())
     child = subprocess.Popen(shell, start_new_session=True)
     try:

@@ -1,4 +1,4 @@
-"""EngineHost: replies that cannot be carried, and calls that have not begun."""
+"""Test EngineHost: replies that cannot be sent, and calls that have not begun."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,9 +22,7 @@ LIMIT_S = 30.0
 
 
 class CountingStore(SegmentStore):
-    """Counts what it keeps; a full one has no room left, which it says as Ray does: with an error
-    of its own.
-    """
+    """Counts the values that it keeps; a full store raises an error of its own, as Ray's does."""
 
     num_kept = 0
     is_full = False
@@ -40,11 +38,11 @@ class CountingStore(SegmentStore):
         super().drop(handle_id)
 
 
-class Unsure(CountingRollout, InferenceEngine):  # type: ignore[misc]
-    """Cannot even say whether it can serve."""
+class Unobservable(CountingRollout, InferenceEngine):  # type: ignore[misc]
+    """Fails when its state is requested."""
 
     def failure(self) -> str | None:
-        raise LookupError("who knows?")
+        raise LookupError("no state")
 
 
 class Blocking:
@@ -52,10 +50,11 @@ class Blocking:
 
     started = threading.Semaphore(0)
     released = threading.Semaphore(0)
+    noted: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
         Blocking.started, Blocking.released = threading.Semaphore(0), threading.Semaphore(0)
-        self.noted: list[str] = []
+        self.noted.clear()
 
     def block(self) -> None:
         """Occupy the engine thread."""
@@ -69,7 +68,7 @@ class Blocking:
     def note(self, name: str) -> list[str]:
         """Note that this call ran."""
         self.noted.append(name)
-        return self.noted
+        return [*self.noted]
 
     async def async_note(self, name: str) -> list[str]:
         """Note that this call ran."""
@@ -88,13 +87,13 @@ class SlowToDestroy:
         await asyncio.to_thread(self.released.wait, LIMIT_S)
 
 
-class Asked:
-    """A host and the answers to what it is asked."""
+class Requests:
+    """Requests to a host, and its replies."""
 
     def __init__(self, host: EngineHost, store: CountingStore) -> None:
         self.host = host
         self.store = store
-        self.answers: dict[int, queue.SimpleQueue[tuple[bool, Any]]] = {}
+        self.replies: dict[int, queue.SimpleQueue[tuple[bool, Any]]] = {}
 
     def begin(
         self,
@@ -107,37 +106,37 @@ class Asked:
         keep: bool = False,
     ) -> None:
         """Send a request."""
-        answer = self.answers[request_id] = queue.SimpleQueue()
+        replies = self.replies[request_id] = queue.SimpleQueue()
         request = Request(request_id, verb, engine, method, keep)
         self.host.handle(
             request,
             encode(arguments),
-            lambda reply, payload: answer.put((reply.ok, decode(payload))),
+            lambda reply, payload: replies.put((reply.ok, decode(payload))),
         )
 
-    def answer(self, request_id: int) -> tuple[bool, Any]:
-        """Wait for the answer to a request."""
-        return self.answers[request_id].get(timeout=LIMIT_S)
+    def reply(self, request_id: int) -> tuple[bool, Any]:
+        """Wait for the reply to a request."""
+        return self.replies[request_id].get(timeout=LIMIT_S)
 
-    def ask(self, request_id: int, verb: Verb, arguments: Any, method: str = "") -> Any:
-        """The result of a request."""
+    def result(self, request_id: int, verb: Verb, arguments: Any, method: str = "") -> Any:
+        """Send a request and return its result."""
         self.begin(request_id, verb, arguments, method)
-        is_ok, result = self.answer(request_id)
+        is_ok, result = self.reply(request_id)
         assert is_ok, result
         return result
 
 
 @pytest.fixture
-def asked() -> Iterator[Asked]:
-    """A host with an engine of class Blocking."""
+def requests() -> Iterator[Requests]:
+    """Requests to a host with an engine of class Blocking."""
     identity = WorkerIdentity(
         run_id="run", worker_id="a/0", role="a", rank=0, node="127.0.0.1", log_path=""
     )
     store = CountingStore()
     host = EngineHost(identity, store, seeding=False)
     host.engine_thread.start("engine")
-    made = Asked(host, store)
-    made.ask(1, Verb.CREATE_ENGINE, (Blocking, (), {}))
+    made = Requests(host, store)
+    made.result(1, Verb.CREATE_ENGINE, (Blocking, (), {}))
     try:
         yield made
     finally:
@@ -147,76 +146,76 @@ def asked() -> Iterator[Asked]:
 
 
 @pytest.mark.parametrize("prefix", ["", "async_"])
-def test_cancel_withdraws_queued_call(asked: Asked, prefix: str) -> None:
-    asked.begin(2, Verb.CALL, ((), {}), f"{prefix}block")
+def test_cancel_withdraws_queued_call(requests: Requests, prefix: str) -> None:
+    requests.begin(2, Verb.CALL, ((), {}), f"{prefix}block")
     assert Blocking.started.acquire(timeout=LIMIT_S)
-    asked.begin(3, Verb.CALL, (("withdrawn",), {}), f"{prefix}note")
-    (seen,) = asked.ask(4, Verb.INSPECT, ([3],)).values()
+    requests.begin(3, Verb.CALL, (("withdrawn",), {}), f"{prefix}note")
+    (seen,) = requests.result(4, Verb.INSPECT, ([3],)).values()
     assert (seen.state, seen.running) == ("waiting", f"engine.{prefix}block")
-    cancelled: CallState = asked.ask(5, Verb.CANCEL, (3,))
+    cancelled: CallState = requests.result(5, Verb.CANCEL, (3,))
     assert (cancelled.state, cancelled.running) == ("withdrawn", f"engine.{prefix}block")
     assert "self.released.acquire" in cancelled.stack
-    assert not asked.answer(3)[0], "the transport can forget it"
+    assert not requests.reply(3)[0], "the transport receives a reply"
     Blocking.released.release()
-    assert asked.answer(2) == (True, None)
-    assert asked.ask(6, Verb.CALL, (("later",), {}), f"{prefix}note") == ["later"]
+    assert requests.reply(2) == (True, None)
+    assert requests.result(6, Verb.CALL, (("later",), {}), f"{prefix}note") == ["later"]
 
 
 @pytest.mark.parametrize("prefix", ["", "async_"])
-def test_close_begins_no_queued_call(asked: Asked, prefix: str) -> None:
-    asked.begin(2, Verb.CALL, ((), {}), f"{prefix}block")
+def test_close_begins_no_queued_call(requests: Requests, prefix: str) -> None:
+    requests.begin(2, Verb.CALL, ((), {}), f"{prefix}block")
     assert Blocking.started.acquire(timeout=LIMIT_S)
-    asked.begin(3, Verb.CALL, ((), {}), f"{prefix}block")
-    asked.begin(4, Verb.CALL, (("too late",), {}), f"{prefix}note")
+    requests.begin(3, Verb.CALL, ((), {}), f"{prefix}block")
+    requests.begin(4, Verb.CALL, (("too late",), {}), f"{prefix}note")
     Blocking.released.release()
-    assert Blocking.started.acquire(timeout=LIMIT_S), "the loop has begun a round with both calls"
-    engine, _ = asked.host._engines.find(Request(0, Verb.CALL, "engine", "note"))
-    thread = asked.host.engine_thread.thread if not prefix else asked.host._loop.thread
-    asked.host.close()
+    assert Blocking.started.acquire(timeout=LIMIT_S), "the loop runs the second call"
+    thread = requests.host.engine_thread.thread
+    requests.host.close()
     Blocking.released.release()
+    requests.host.join()
     assert thread is not None
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-    assert engine.noted == []
-    assert asked.answers[4].empty(), "its caller learns of the worker's end"
+    assert Blocking.noted == []
+    assert requests.replies[4].empty()
 
 
-def test_health_engine_failure_raises(asked: Asked) -> None:
-    asked.begin(2, Verb.CREATE_ENGINE, (Unsure, (), {}), engine="unsure")
-    assert asked.answer(2) == (True, None)
-    assert asked.host.health().failed_engines == {
-        "unsure": "unsure.failure raised LookupError: who knows?"
+def test_health_engine_failure_raises(requests: Requests) -> None:
+    requests.begin(2, Verb.CREATE_ENGINE, (Unobservable, (), {}), engine="unobservable")
+    assert requests.reply(2) == (True, None)
+    assert requests.host.health().failed_engines == {
+        "unobservable": "unobservable.failure raised LookupError: no state"
     }
 
 
-def test_destroy_async_hangs(asked: Asked) -> None:
+def test_destroy_async_hangs(requests: Requests) -> None:
     class Hanging:
         async def destroy(self) -> None:
             await asyncio.Event().wait()
 
-    asked.begin(2, Verb.CREATE_ENGINE, (Hanging, (), {}), engine="hanging")
-    assert asked.answer(2) == (True, None)
-    assert asked.ask(3, Verb.DESTROY, (["hanging"], 0.05)) == (
+    requests.begin(2, Verb.CREATE_ENGINE, (Hanging, (), {}), engine="hanging")
+    assert requests.reply(2) == (True, None)
+    assert requests.result(3, Verb.DESTROY, (["hanging"], 0.05)) == (
         ["hanging.destroy did not end within 0.05 s; it continues in the background"],
         ["hanging"],
     )
-    assert asked.ask(4, Verb.CALL, (("later",), {}), "note") == ["later"]
-    asked.begin(5, Verb.CREATE_ENGINE, (Hanging, (), {}), engine="hanging")
-    assert asked.answer(5) == (True, None)
+    assert requests.result(4, Verb.CALL, (("later",), {}), "note") == ["later"]
+    requests.begin(5, Verb.CREATE_ENGINE, (Hanging, (), {}), engine="hanging")
+    assert requests.reply(5) == (True, None)
 
 
-def test_destroy_frees_name_before_it_ends(asked: Asked) -> None:
-    asked.begin(2, Verb.CREATE_ENGINE, (SlowToDestroy, (), {}), engine="slow")
-    assert asked.answer(2) == (True, None)
-    asked.begin(3, Verb.DESTROY, (["slow"], LIMIT_S))
+def test_destroy_frees_name_before_it_ends(requests: Requests) -> None:
+    requests.begin(2, Verb.CREATE_ENGINE, (SlowToDestroy, (), {}), engine="slow")
+    assert requests.reply(2) == (True, None)
+    requests.begin(3, Verb.DESTROY, (["slow"], LIMIT_S))
     assert SlowToDestroy.started.wait(LIMIT_S)
-    assert "slow" not in asked.host.health().engines
+    assert "slow" not in requests.host.health().engines
     SlowToDestroy.released.set()
-    assert asked.answer(3) == (True, ([], []))
+    assert requests.reply(3) == (True, ([], []))
 
 
 @pytest.mark.parametrize("method", ["note", "async_note"])
-def test_handle_unsendable_drops_kept_value(asked: Asked, method: str) -> None:
+def test_handle_unsendable_drops_kept_value(requests: Requests, method: str) -> None:
     replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def refuse_results(reply: Reply, payload: Payload) -> None:
@@ -224,19 +223,19 @@ def test_handle_unsendable_drops_kept_value(asked: Asked, method: str) -> None:
             raise OSError("no file descriptor is left")
         replies.put(reply)
 
-    asked.host.handle(
+    requests.host.handle(
         Request(2, Verb.CALL, "engine", method, True), encode((("kept",), {})), refuse_results
     )
     assert not replies.get(timeout=LIMIT_S).ok
-    assert not asked.store.num_kept
+    assert not requests.store.num_kept
 
 
 @pytest.mark.parametrize("method", ["note", "async_note"])
-def test_call_store_full(asked: Asked, method: str) -> None:
-    asked.store.is_full = True
-    asked.begin(2, Verb.CALL, (("first",), {}), method, keep=True)
-    is_ok, error = asked.answer(2)
+def test_call_store_full(requests: Requests, method: str) -> None:
+    requests.store.is_full = True
+    requests.begin(2, Verb.CALL, (("first",), {}), method, keep=True)
+    is_ok, error = requests.reply(2)
     assert not is_ok
     assert isinstance(error, EngineCallError)
     assert "the object store is full" in str(error)
-    assert asked.ask(3, Verb.CALL, (("second",), {}), method) == ["first", "second"]
+    assert requests.result(3, Verb.CALL, (("second",), {}), method) == ["first", "second"]

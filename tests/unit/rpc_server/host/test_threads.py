@@ -1,4 +1,4 @@
-"""A worker's threads that cannot be started."""
+"""Test a worker whose threads cannot be started, and signals to its waiting main thread."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ KEY = b"k" * 32
 
 @pytest.fixture
 def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Have the operating system refuse new threads from now on; ``monkeypatch.undo`` ends that."""
+    """Let new threads fail as if the system refused them; ``monkeypatch.undo`` ends that."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
-    # Python 3.13 has another name.
+    # The name depends on the version of Python.
     names = ("_start_joinable_thread", "_start_new_thread")
     name = next(each for each in names if hasattr(threading, each))
     return lambda: monkeypatch.setattr(threading, name, refuse)
@@ -58,7 +58,7 @@ def test_engine_loop_after_failed_start(
     ):
         loop.submit(1, "engine.method", run)
     assert loop.failure is not None
-    assert len(os.listdir("/proc/self/fd")) == num_open, "the loop that nothing runs is closed"
+    assert len(os.listdir("/proc/self/fd")) == num_open, "the loop without a thread is closed"
     monkeypatch.undo()
     try:
         loop.submit(2, "engine.method", run)
@@ -117,12 +117,12 @@ import signal, threading
 from helmsman.rpc_server._host.threads import EngineThread
 
 thread = EngineThread()
-signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), thread.stop()))
+signal.signal(signal.SIGTERM, lambda *_: (print("received", flush=True), thread.stop()))
 
 def send():
     while thread.thread is None:
         pass
-    for _ in range(100_000):  # the main thread waits for work by now
+    for _ in range(100_000):  # lets the main thread wait for work
         pass
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
@@ -131,9 +131,9 @@ thread.run()
 """
 
 
-def test_engine_thread_that_waits_handles_signals() -> None:
-    """One that reaches another thread does not interrupt the wait, like one just before it."""
+def test_engine_thread_handles_signals_while_it_waits() -> None:
+    """A signal that another thread receives does not interrupt the wait of the main thread."""
     ended = subprocess.run(
         [sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
-    assert (ended.returncode, ended.stdout) == (0, "told\n"), ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, "received\n"), ended.stderr

@@ -1,4 +1,4 @@
-"""The flight recorder survives SIGKILL, and keeps the newest events."""
+"""Test that the flight recorder survives SIGKILL and keeps the newest events."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_recorder_keeps_events_before_and_after_persist(tmp_path: Path) -> None:
     assert len(read(tmp_path).events) == 2
 
 
-def test_recorder_loses_nothing_when_killed(tmp_path: Path) -> None:
+def test_recorder_keeps_events_of_killed_process(tmp_path: Path) -> None:
     path = str(tmp_path / "a-0")
     done = subprocess.run(
         [sys.executable, "-c", KILLED, path], env={"PYTHONPATH": sys.path[0]}, check=False
@@ -82,7 +82,7 @@ def test_recorder_is_bounded_and_keeps_newest(tmp_path: Path) -> None:
 
 
 def test_recorder_call_has_one_slot(tmp_path: Path) -> None:
-    """Also a call whose slot was overwritten before its end keeps both times."""
+    """A call whose slot was overwritten before its end keeps both times."""
     recorder = Recorder("script")
     recorder.persist(str(tmp_path / "script"), RUN)
     name, state = recorder.name("a/0 step"), recorder.name("x")

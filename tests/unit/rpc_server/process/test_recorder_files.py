@@ -1,4 +1,4 @@
-"""Only a worker's own recordings and log are read for another node, and a bounded part of them."""
+"""Test that other nodes read a bounded part of a worker's own recordings and log only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helmsman.errors import UntrustedPathError
 from helmsman.rpc_server._process.recorder import FILE_BYTES, is_file_of, read_files
 
 
-def test_read_files_are_those_of_the_worker(tmp_path: Path) -> None:
+def test_read_files_of_one_worker(tmp_path: Path) -> None:
     for name in ("driver.log", "actor-10.log", "actor-10.7.events", "secret", "actor-1.log.old"):
         (tmp_path / name).write_bytes(b"x")
     for pid in (3, 4, 5):
@@ -36,5 +36,5 @@ def test_read_files_follows_no_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../actor-0.log", "actor-0.log/x", "actor-0.x.events", "actor-0.1.events\n", ""]
 )
-def test_other_names_are_not_a_workers_files(name: str) -> None:
+def test_is_file_of_other_names(name: str) -> None:
     assert not is_file_of("actor/0", name)

@@ -1,4 +1,4 @@
-"""Files and directories where other users may write: which are used, and which are refused."""
+"""Test which files and directories are refused because other users can write to them."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ pytestmark = [
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A directory as /tmp is."""
+    """A directory with the mode of /tmp."""
     path = tmp_path / "shared"
     path.mkdir()
     path.chmod(0o1777)
     return path
 
 
-def anothers(path: Path) -> Path:
+def give_away(path: Path) -> Path:
     """Give a path to another user."""
     os.chown(path, OTHER, OTHER, follow_symlinks=False)
     return path
 
 
-def made(path: Path, mode: int = 0o700) -> Path:
-    """A new directory."""
+def make_directory(path: Path, mode: int = 0o700) -> Path:
+    """Create a directory with exactly this mode."""
     path.mkdir()
     path.chmod(mode)
     return path
@@ -75,7 +75,7 @@ def test_open_directory_missing_part(tmp_path: Path) -> None:
 
 
 def test_open_directory_own_links(shared: Path, tmp_path: Path) -> None:
-    target = made(tmp_path / "target")
+    target = make_directory(tmp_path / "target")
     (shared / "absolute").symlink_to(target)
     (shared / "relative").symlink_to("../target")
     for name in ("absolute", "relative"):
@@ -91,18 +91,18 @@ def test_open_directory_loop_of_links(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o1777, 0o777])
 def test_open_directory_foreign_link_in_shared_folder(tmp_path: Path, mode: int) -> None:
-    everyones = made(tmp_path / "everyones", mode)
-    (everyones / "link").symlink_to(tmp_path)
-    anothers(everyones / "link")
+    public = make_directory(tmp_path / "public", mode)
+    (public / "link").symlink_to(tmp_path)
+    give_away(public / "link")
     with (
         pytest.raises(UntrustedPathError, match="it is a symbolic link of nobody"),
-        open_directory(everyones / "link" / "x"),
+        open_directory(public / "link" / "x"),
     ):
         pass
 
 
 def test_open_directory_foreign_in_sticky_folder(shared: Path) -> None:
-    anothers(made(shared / "logs", 0o777))
+    give_away(make_directory(shared / "logs", 0o777))
     with pytest.raises(UntrustedPathError) as caught, open_directory(shared / "logs"):
         pass
     assert caught.value.path == str(shared / "logs")
@@ -111,9 +111,9 @@ def test_open_directory_foreign_in_sticky_folder(shared: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o755, 0o777])
 def test_open_directory_foreign_volume(tmp_path: Path, mode: int) -> None:
-    """Volumes of containers often belong to another user, and everyone may write to them."""
-    volume = anothers(made(tmp_path / "volume", mode))
-    anothers(made(volume / "logs", mode))
+    """Volumes of containers often belong to another user and are writable by everyone."""
+    volume = give_away(make_directory(tmp_path / "volume", mode))
+    give_away(make_directory(volume / "logs", mode))
     write(volume / "logs" / "new" / "a-0.log")
     write(volume / "logs" / "a-0.log")
     write(volume / "logs" / "a-0.log")
@@ -138,7 +138,7 @@ def test_open_log_appends_privately(tmp_path: Path) -> None:
 
 
 def test_open_log_public_run_directory(tmp_path: Path) -> None:
-    made(tmp_path / RUN_ID, 0o777)
+    make_directory(tmp_path / RUN_ID, 0o777)
     with pytest.raises(UntrustedPathError, match="with mode 0777"):
         write(tmp_path / RUN_ID / "a-0.log")
 
@@ -153,21 +153,21 @@ def test_open_log_pipe(tmp_path: Path) -> None:
 
 def test_open_log_foreign_file_in_shared_folder(shared: Path) -> None:
     (shared / "a-0.log").touch()
-    anothers(shared / "a-0.log")
+    give_away(shared / "a-0.log")
     with pytest.raises(UntrustedPathError, match="it is a file with mode 0644 of nobody"):
         write(shared / "a-0.log")
 
 
 def test_open_log_hard_link_in_shared_folder(shared: Path, tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("as it was")
+    (tmp_path / "precious").write_text("unchanged")
     os.link(tmp_path / "precious", shared / "a-0.log")
     with pytest.raises(UntrustedPathError, match="expected a file without other hard links"):
         write(shared / "a-0.log")
-    assert (tmp_path / "precious").read_text() == "as it was"
+    assert (tmp_path / "precious").read_text() == "unchanged"
 
 
 def test_remove_tree_keeps_link_targets(tmp_path: Path) -> None:
-    kept, tree = made(tmp_path / "kept"), made(tmp_path / "tree")
+    kept, tree = make_directory(tmp_path / "kept"), make_directory(tmp_path / "tree")
     (tree / "link").symlink_to(kept)
     (tmp_path / "link").symlink_to(kept)
     remove_tree(tree)
@@ -178,7 +178,7 @@ def test_remove_tree_keeps_link_targets(tmp_path: Path) -> None:
 
 
 def test_remove_tree_foreign(tmp_path: Path) -> None:
-    tree = anothers(made(tmp_path / "tree"))
+    tree = give_away(make_directory(tmp_path / "tree"))
     assert not is_own_directory(tree)
     with pytest.raises(UntrustedPathError, match="of nobody"):
         remove_tree(tree)

@@ -1,4 +1,4 @@
-"""How refused connections are reported. Attacks on the server itself are in tests/hostile."""
+"""Test the reports of refused connections; tests/hostile attacks the server itself."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_refusal_log_after_quiet_interval() -> None:
     for host in ("10.0.0.1", "10.0.0.2"):
         log.note(TOKEN, host)
         assert await asyncio.wait_for(lines.get(), 30.0) == f"a process on {host} {TOKEN}"
-        for _ in range(3):  # turns of the loop, in which the interval ends
+        for _ in range(3):  # iterations of the loop, in which the interval ends
             await asyncio.sleep(0)
     log.close()
 

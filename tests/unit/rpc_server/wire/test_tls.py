@@ -1,4 +1,4 @@
-"""TLS between machines: the certificate that we make, and the switch."""
+"""Test TLS between machines: the certificate of a run, and the variable that turns TLS off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helmsman.rpc_server._wire.tls import client_context, fingerprint_of, server
 
 
 def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLObject:
-    """A handshake in memory; returns the client's end."""
+    """Shake hands in memory; returns the client's end."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     near = client.wrap_bio(to_client, to_server)
     far = server.wrap_bio(to_server, to_client, server_side=True)
@@ -31,9 +31,7 @@ def test_server_tls_version_and_fingerprint() -> None:
 
 
 def test_server_tls_certificate_verifies() -> None:
-    """Its signature and fields are valid, as strict clients demand; keys differ from call to
-    call.
-    """
+    """Strict clients accept the certificate's signature and fields; each call makes a new key."""
     for _ in range(10):
         tls = server_tls()
         connection = shake_hands(tls.context, client_context())
