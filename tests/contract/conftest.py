@@ -26,7 +26,6 @@ from helmsman.testing.contract_fixtures import (
     own_processes,
     peer,
     role,
-    scheduler,
     shared_workers,
 )
 from tests.contract.engines import Counter
@@ -35,14 +34,14 @@ from tests.contract.groups import ON_CPU, Members
 from tests.contract.helpers import LIMIT_S, Driver, Engine
 from tests.contract.pools import ACT
 
-__all__ = ["engine", "gate", "own_processes", "peer", "role", "scheduler", "shared_workers"]
+__all__ = ["engine", "gate", "own_processes", "peer", "role", "shared_workers"]
 
 HERE = Path(__file__).parent
 TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=60.0, call_s=60.0, health_s=10.0, shutdown_s=8.0)
 OPTIONS: dict[str, dict[str, Any]] = {
     "inline": {"num_cpus": 24, "num_gpus": 8, "accelerator": "cuda"},
     "local": {"num_cpus": 24, "num_gpus": 8, "accelerator": "cuda", "preload": ()},
-    "ray": {"num_cpus": 24, "num_gpus": 8},
+    "ray": {"num_cpus": 24, "num_gpus": 8, "preload": ()},
 }
 
 
@@ -99,8 +98,15 @@ def make_scheduler(
 ) -> Callable[[], Scheduler]:
     """Make a scheduler of the backend."""
     options = {"log_dir": tmp_path_factory.mktemp("logs"), "timeouts": TIMEOUTS, **OPTIONS[backend]}
-    options.pop("preload", None)  # Some of these workers use torch and find it imported.
     return functools.partial(helmsman.make_scheduler, backend, **options)
+
+
+@pytest.fixture(scope="package")
+def scheduler(backend: str, make_scheduler: Callable[..., Scheduler]) -> Iterator[Scheduler]:
+    """Provide a scheduler that all tests share; its workers find torch imported."""
+    options = {"preload": ("torch",)} if "preload" in OPTIONS[backend] else {}
+    with make_scheduler(**options) as made:
+        yield made
 
 
 @pytest.fixture

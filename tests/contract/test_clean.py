@@ -1,6 +1,4 @@
-"""What a run leaves whose controller was killed with all that watches over it: found by its tag,
-and no other's is touched.
-"""
+"""`helmsman clean` removes the remains of a run whose processes were all killed, and no others."""
 
 from __future__ import annotations
 
@@ -28,15 +26,13 @@ from tests.contract.helpers import (
     wait_gone,
     wait_until,
 )
+from tests.contract.marks import needs_processes, only_local
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.not_on("inline", "one process, whose engines' children are the script's own"),
-]
+pytestmark = [pytest.mark.slow, needs_processes]
 
 
 def _helmsman(driver: Driver, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line, as the user of the driver runs it."""
+    """Run the command line with the driver's temporary folder."""
     return subprocess.run(
         [sys.executable, "-m", "helmsman", *arguments],
         capture_output=True,
@@ -49,7 +45,7 @@ def _helmsman(driver: Driver, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 def _records(driver: Driver) -> dict[int, RunRecord]:
-    """Records of the driver's folder, by the pid of their controllers."""
+    """Return the records of the driver's folder by the pid of their controllers."""
     paths = Path(driver.temporary.name).glob("helmsman-*/runs/*.json")
     return {
         record.pid: record
@@ -60,20 +56,15 @@ def _records(driver: Driver) -> dict[int, RunRecord]:
 
 @pytest.fixture
 def abandoned(run_driver: Callable[..., Driver]) -> Iterator[tuple[Driver, dict[str, int]]]:
-    """A run of which only the families of its workers are left: all others were killed before they
-    could do anything.
-    """
+    """Provide a run of which only the workers' families are left; the rest could not clean up."""
     driver = run_driver(WITH_FAMILY + WAIT)
     family = {
         name: pid for name, pid in driver.facts()["pids"].items() if not name.startswith("worker")
     }
     wait_until(lambda: all(map(is_running, family.values())), "its family runs")
     os.kill(driver.process.pid, signal.SIGSTOP)
-    for number in (
-        signal.SIGSTOP,
-        signal.SIGKILL,
-    ):
-        # all are held before the first dies, so that no process can clean up
+    # All are stopped before the first one is killed, so that no process can clean up.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in _run_processes(driver) - set(family.values()) - {driver.process.pid}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -91,7 +82,7 @@ def _run_processes(driver: Driver) -> set[int]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             command = " ".join(process.cmdline())
-            if "guardian" in command and run_id in command:  # started with an empty environment
+            if "guardian" in command and run_id in command:  # Its environment is empty.
                 found.add(process.pid)
             found |= (
                 {child.pid for child in process.children(recursive=True)}
@@ -113,10 +104,10 @@ def test_clean_removes_dead_run_only(
     abandoned: tuple[Driver, dict[str, int]], run_driver: Callable[..., Driver], tmp_path: Path
 ) -> None:
     driver, left = abandoned
-    assert left, "something survived"
+    assert left, "the families run"
     temporary = Path(driver.temporary.name)
-    nobodys, strange = temporary / "helmsman-0123456789-x1", temporary / "helmsman-notes-of-mine"
-    for folder in (nobodys, strange, tmp_path / "other"):
+    ownerless, foreign = temporary / "helmsman-0123456789-x1", temporary / "helmsman-notes-of-mine"
+    for folder in (ownerless, foreign, tmp_path / "other"):
         folder.mkdir()
     other = run_driver(
         ONE_WORKER + WAIT, tmp_path / "other", environment={"TMPDIR": str(temporary)}
@@ -124,23 +115,23 @@ def test_clean_removes_dead_run_only(
     living = other.facts()["pids"]
     run_id = _records(driver)[driver.process.pid].run_id
 
-    told = _helmsman(driver, "clean", "--dry-run")
-    assert told.returncode == 0, told.stderr
-    assert f"run {run_id}: dead, controller {driver.process.pid}" in told.stdout
-    assert "would be removed" in told.stdout
-    missed = {name for name, pid in left.items() if f"process {pid} of " not in told.stdout}
+    done = _helmsman(driver, "clean", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert f"run {run_id}: dead, controller {driver.process.pid}" in done.stdout
+    assert "would be removed" in done.stdout
+    missed = {name for name, pid in left.items() if f"process {pid} of " not in done.stdout}
     assert not missed
     assert all(map(is_running, left.values()))
 
-    told = _helmsman(driver, "clean")
-    assert told.returncode == 0, told.stdout + told.stderr
+    done = _helmsman(driver, "clean")
+    assert done.returncode == 0, done.stdout + done.stderr
     wait_gone(left)
-    assert f"folder {nobodys}" in told.stdout
-    assert not nobodys.exists()
-    assert strange.exists()
-    assert not list(temporary.glob(f"helmsman-{run_id}-*")), "its folder of sockets is gone"
+    assert f"folder {ownerless}" in done.stdout
+    assert not ownerless.exists()
+    assert foreign.exists()
+    assert not list(temporary.glob(f"helmsman-{run_id}-*")), "its folder of sockets is removed"
     assert driver.process.pid not in _records(driver)
-    assert all(map(is_running, living.values())), "the other run goes on"
+    assert all(map(is_running, living.values())), "the other run continues"
     assert other.process.pid in _records(driver)
     assert run_id not in _helmsman(driver, "clean").stdout
 
@@ -151,10 +142,7 @@ def test_clean_removes_dead_run_only(
     assert "alive" in _helmsman(driver, "runs").stdout
 
 
-records_are_the_same = pytest.mark.not_on("ray", "the records of its runs are those of the others")
-
-
-@records_are_the_same
+@only_local
 def test_clean_finds_nothing_after_close(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(ONE_WORKER + "scheduler.close()")
     run_id = driver.facts()["run_id"]
@@ -166,7 +154,7 @@ def test_clean_finds_nothing_after_close(run_driver: Callable[..., Driver]) -> N
     )
 
 
-@records_are_the_same
+@only_local
 def test_clean_ignores_forked_child(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         """

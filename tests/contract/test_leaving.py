@@ -88,9 +88,7 @@ def test_sigterm_twice_ends_worker(scheduler: Scheduler, role: str) -> None:
     wait_gone({worker: pid})
     with pytest.raises(errors.WorkerFailedError, match="exited with code 143"):
         engine.call("add", 1)
-    assert asyncio.run(scheduler.preemption_notices()) == {}, (
-        "an ended worker has no notice"
-    )
+    assert asyncio.run(scheduler.preemption_notices()) == {}, "an ended worker has no notice"
 
 
 @only_local

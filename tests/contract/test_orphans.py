@@ -1,10 +1,8 @@
-"""However the controller ends, every process that it caused is gone within 10 s, also
-grandchildren; and so are its files.
+"""After a controller or worker ends, its processes, grandchildren included, and files are removed.
 
-The families that the workers start are deaf to polite signals, and hold a process of every kind:
-started by subprocess (with a child of its own), in a session of its own, by multiprocessing's
-spawn, by fork, by fork and setsid, by the double fork of a daemon, and such a daemon whose program
-starts with an empty environment.
+The workers' families ignore polite signals. They contain a process of every kind: of subprocess,
+with a child of its own; in a session of its own; of multiprocessing's spawn; of fork; of fork and
+setsid; a daemon of a double fork; and such a daemon with an empty environment.
 """
 
 from __future__ import annotations
@@ -30,15 +28,9 @@ from tests.contract.helpers import (
     wait_gone,
     wait_until,
 )
+from tests.contract.marks import needs_processes, only_ray, ray_smoke
 
-pytestmark = pytest.mark.slow
-inline_has_no_processes = pytest.mark.not_on(
-    "inline", "one process, whose engines' children are the script's own"
-)
-
-
-def _sigkill(driver: Driver) -> None:
-    os.kill(driver.process.pid, signal.SIGKILL)
+pytestmark = [pytest.mark.slow, needs_processes]
 
 
 HUNG_CALL = """
@@ -59,18 +51,14 @@ scheduler.close()
 elapsed_s = time.monotonic() - began
 tell(**facts, child=child, elapsed_s=elapsed_s, limit_s=scheduler.timeouts.shutdown_s)
 """
-"""A child that a script forks holds a copy of every descriptor, so no closed connection tells that
-the driver ended.
-"""
+"""The forked child holds a copy of every descriptor, so no connection closes with the driver."""
 
 
 def _wait_end(driver: Driver, facts: dict[str, Any]) -> None:
-    """Fail unless the families and all else of a driver that ends is gone in time, without
-    complaints of the interpreter.
-    """
+    """Wait until nothing of a driver is left; fail if its interpreter printed warnings."""
     wait_gone(facts["pids"])
     if "child" in facts:
-        assert is_running(facts["child"]), "it is the script's own, and not touched"
+        assert is_running(facts["child"]), "a child of the script is not touched"
         os.kill(facts["child"], signal.SIGKILL)
     driver.wait_nothing_left()
     wait_until(
@@ -78,15 +66,14 @@ def _wait_end(driver: Driver, facts: dict[str, Any]) -> None:
         "the engines' shared memory is removed",
         limit_s=10.0,
     )
-    complaints = [
+    warnings = [
         line
         for line in driver.errors().splitlines()
         if "Exception ignored" in line or "never awaited" in line
     ]
-    assert not complaints, driver.errors()
+    assert not warnings, driver.errors()
 
 
-@inline_has_no_processes
 @pytest.mark.parametrize(
     ("last_words", "codes", "said"),
     [
@@ -127,14 +114,11 @@ if child == 0:
     os._exit(0)
 tell(pids=pids, memory=memory, child=child)
 """
-"""What is stopped neither notices an end nor heeds SIGTERM, and its helper lives beside it."""
+"""A stopped worker neither detects the end nor handles SIGTERM, and it has a helper process."""
 
 
-@inline_has_no_processes
 def test_driver_killed_beside_another(run_driver: Callable[..., Driver], tmp_path: Path) -> None:
-    """By SIGKILL with stopped workers and a forked child; then by SIGTERM another, which the first
-    end has not touched.
-    """
+    """SIGKILL ends a driver with stopped workers and a child; SIGTERM ends another one later."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     first = run_driver(WITH_FAMILY.rpartition("tell(")[0] + STOPPED + WAIT, folder=tmp_path / "one")
@@ -142,10 +126,10 @@ def test_driver_killed_beside_another(run_driver: Callable[..., Driver], tmp_pat
     facts, others = first.facts(), second.facts()
     wait_until(
         lambda: psutil.Process(facts["pids"]["a/0"]).status() == psutil.STATUS_STOPPED,
-        "one is stopped",
+        "a worker is stopped",
     )
     assert all(is_running(pid) for pid in facts["pids"].values())
-    _sigkill(first)
+    first.process.kill()
     first.wait()
     _wait_end(first, facts)
     assert all(is_running(pid) for pid in others["pids"].values())
@@ -154,7 +138,6 @@ def test_driver_killed_beside_another(run_driver: Callable[..., Driver], tmp_pat
     _wait_end(second, others)
 
 
-@inline_has_no_processes
 def test_driver_killed_during_start(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         """
@@ -166,15 +149,14 @@ scheduler.create_workers(Job(role="more", replicas=3))
         + WAIT
     )
     driver.facts()
-    _sigkill(driver)
+    driver.process.kill()
     driver.wait()
     driver.wait_nothing_left()
 
 
-@pytest.mark.not_on("inline", "one process, whose engines' children are the script's own")
-@pytest.mark.not_on("local", "it has no cluster under it")
+@only_ray
 def test_driver_and_head_killed(run_driver: Callable[..., Driver]) -> None:
-    """The raylet's agents would tell the head that their raylet has gone, and wait for it."""
+    """Without this end, the raylet's agents would wait for the head to report their raylet."""
     driver = run_driver(
         """
 scheduler = make()
@@ -185,7 +167,7 @@ tell(head=worker._global_node.all_processes["gcs_server"][0].process.pid)
         + WAIT
     )
     os.kill(driver.facts()["head"], signal.SIGKILL)
-    _sigkill(driver)
+    driver.process.kill()
     driver.wait()
     driver.wait_nothing_left()
 
@@ -195,12 +177,11 @@ import ctypes, os, pathlib
 path = pathlib.Path(__file__).with_name("importing")
 path.with_suffix(".new").write_text(str(os.getpid()))
 path.with_suffix(".new").rename(path)
-# with the interpreter's lock, as the loader of a library on a slow file system holds it
+# A library on a slow file system holds the interpreter's lock while it is loaded.
 ctypes.PyDLL(None).sleep(600)
 """
 
 
-@inline_has_no_processes
 def test_driver_killed_during_preload(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         f"""
@@ -224,10 +205,10 @@ make(preload=["stuck_module"]).create_workers(Job(role="a"))
     )
     child = driver.facts()["child"]
     forkserver = int((driver.folder / "importing").read_text())
-    _sigkill(driver)
+    driver.process.kill()
     driver.wait()
     wait_gone({"forkserver": forkserver})
-    assert is_running(child), "it is the script's own, and not touched"
+    assert is_running(child), "a child of the script is not touched"
     os.kill(child, signal.SIGKILL)
     driver.wait_nothing_left()
 
@@ -235,7 +216,7 @@ make(preload=["stuck_module"]).create_workers(Job(role="a"))
 # --- a worker's family, while the driver lives ----------------------------------------------------
 
 
-@inline_has_no_processes
+@ray_smoke
 def test_worker_family_ends(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
     families = []
     for worker_id in scheduler.create_workers(Job(role=role, replicas=2)):
@@ -249,9 +230,7 @@ def test_worker_family_ends(scheduler: Scheduler, role: str, tmp_path: Path) -> 
     wait_until(
         lambda: not has_shared_memory([memory]), "its shared memory is removed", limit_s=10.0
     )
-    assert all(is_running(pid) for pid in deleted.values()), (
-        "the other worker's family is untouched"
-    )
+    assert all(is_running(pid) for pid in deleted.values()), "the other worker's family still runs"
     scheduler.delete_workers(role)
     wait_gone(deleted)
     wait_until(
@@ -259,7 +238,6 @@ def test_worker_family_ends(scheduler: Scheduler, role: str, tmp_path: Path) -> 
     )
 
 
-@inline_has_no_processes
 def test_worker_run_of_its_own_ends(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
     runs = []
     for worker_id in scheduler.create_workers(Job(role=role, replicas=2)):

@@ -1,4 +1,4 @@
-"""What travels arrives as it went, and is the receiver's own; results can stay where they are."""
+"""Values arrive unchanged and belong to their receiver; results can stay in their worker."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Driver, Engine, wait_gone
+from tests.contract.marks import needs_processes, only_local, ray_smoke
 
 LARGE_BYTES = 32 << 20
 
@@ -37,37 +38,29 @@ class Config(msgspec.Struct, frozen=True):
     sizes: list[int] = []
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
-        torch.arange(6, dtype=torch.float32).to(torch.float8_e4m3fn),
-        torch.tensor(3.5),
-        torch.tensor([True, False]),
-        torch.empty(0, 4),
-        torch.tensor([1 + 2j]),
-        torch.arange(12).reshape(3, 4).t(),
-        torch.ones(1).expand(5),
-        torch.zeros(3, requires_grad=True),
-    ],
-    ids=[
-        "bf16",
-        "fp8",
-        "0-d",
-        "bool",
-        "empty",
-        "complex",
-        "transposed",
-        "expanded",
-        "requires_grad",
-    ],
-)
-def test_payload_tensors(engine: Engine, tensor: torch.Tensor) -> None:
-    back = engine.call("echo", tensor)
-    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
-    assert torch.equal(back.detach().to(torch.complex64), tensor.detach().to(torch.complex64))
+@ray_smoke
+def test_payload_tensors(engine: Engine) -> None:
+    sent = {
+        "bf16": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+        "fp8": torch.arange(6, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "0-d": torch.tensor(3.5),
+        "bool": torch.tensor([True, False]),
+        "empty": torch.empty(0, 4),
+        "complex": torch.tensor([1 + 2j]),
+        "transposed": torch.arange(12).reshape(3, 4).t(),
+        "expanded": torch.ones(1).expand(5),
+        "requires_grad": torch.zeros(3, requires_grad=True),
+    }
+    back = engine.call("echo", sent)
+    assert back.keys() == sent.keys()
+    for kind, tensor in sent.items():
+        assert (back[kind].dtype, back[kind].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(
+            back[kind].detach().to(torch.complex64), tensor.detach().to(torch.complex64)
+        )
 
 
+@ray_smoke
 def test_payload_kinds(engine: Engine) -> None:
     value = {
         1: (1, 2.5, None, True),
@@ -85,16 +78,17 @@ def test_payload_kinds(engine: Engine) -> None:
     assert isinstance(sample, Sample)
     assert sample.tokens.tolist() == [0, 1, 2, 3]
     bound = 10
-    assert engine.call("apply", lambda number: number + bound, 5) == 15, "closures go by value"
+    assert engine.call("apply", lambda number: number + bound, 5) == 15, "closures are pickled"
 
 
-@pytest.mark.parametrize("size", [100, 200_000, LARGE_BYTES])
+@ray_smoke
+@pytest.mark.parametrize("size", [100, 200_000, 8 << 20])
 def test_payload_belongs_to_receiver(engine: Engine, size: int) -> None:
     array = numpy.full(size, 7, dtype=numpy.uint8)
     assert engine.call("total", array) == 7 * size
     filled = engine.call("fill", array, 9)
     assert filled.sum() == 9 * size
-    assert array.sum() == 7 * size, "the sender's own is as it was"
+    assert array.sum() == 7 * size, "the sender's array is unchanged"
     filled[0] = 1
     made = engine.call("make", size)
     made[:] = 0
@@ -152,10 +146,11 @@ with make() as scheduler:
     assert driver.wait() == 0, driver.errors()
 
 
-# --- results that stay ----------------------------------------------------------------------------
+# --- kept results ---------------------------------------------------------------------------------
 
 
-def test_kept_result_moves_between_workers(engine: Engine, peer: Engine) -> None:
+@ray_smoke
+def test_kept_result_moves_between_workers(engine: Engine, peer: Engine, backend: str) -> None:
     handle = engine.call("make", LARGE_BYTES, rpc_meta={"keep": True})
     assert isinstance(handle, ResultHandle)
     assert handle.worker_id == engine.worker_id
@@ -164,18 +159,17 @@ def test_kept_result_moves_between_workers(engine: Engine, peer: Engine) -> None
     assert len(msgspec.json.encode([handle.id, handle.summary])) < 1000
     before = _resident_bytes()
     assert peer.call("total", handle) == 7 * LARGE_BYTES
-    assert peer.call("total", handle, handle) == 14 * LARGE_BYTES, "as often as wanted"
-    assert engine.call("total", handle) == 7 * LARGE_BYTES, "also where it was made"
+    assert peer.call("total", handle, handle) == 14 * LARGE_BYTES, "a handle can be reused"
+    assert engine.call("total", handle) == 7 * LARGE_BYTES, "the maker can use it, too"
     inside = peer.call("echo", {"weights": [handle]})
     assert inside["weights"][0].nbytes == LARGE_BYTES
     del inside
-    if type(engine.scheduler).__name__ == "LocalScheduler":
-        assert _resident_bytes() - before < LARGE_BYTES + (16 << 20), (
-            "only what was echoed came here"
-        )
+    if backend == "local":
+        grown = _resident_bytes() - before
+        assert grown < LARGE_BYTES + (16 << 20), "only the echo came to the script"
     written = peer.call("fill", handle, 1)
     assert written.sum() == LARGE_BYTES
-    assert engine.call("total", handle) == 7 * LARGE_BYTES, "a receiver's writes are its own"
+    assert engine.call("total", handle) == 7 * LARGE_BYTES, "a receiver writes to its own copy"
 
     engine.scheduler.release(handle)
     engine.scheduler.release(handle)
@@ -199,12 +193,13 @@ def _resident_bytes() -> int:
 def test_kept_result_small(engine: Engine, peer: Engine) -> None:
     handle = engine.call("echo", {"a": [1, 2]}, rpc_meta={"keep": True})
     assert peer.call("echo", handle) == {"a": [1, 2]}
-    assert engine.call("echo", None, rpc_meta={"keep": True}) is None, "nothing needs no handle"
+    assert engine.call("echo", None, rpc_meta={"keep": True}) is None, "None needs no handle"
     asynchronous = engine.call("async_add", 3, rpc_meta={"keep": True})
     assert peer.call("add", asynchronous) == 3
 
 
-@pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
+@ray_smoke
+@needs_processes
 def test_kept_result_dies_with_worker(scheduler: Scheduler, role: str, peer: Engine) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     maker = Engine.create(scheduler, worker, Counter)
@@ -225,7 +220,7 @@ def test_kept_result_dies_with_worker(scheduler: Scheduler, role: str, peer: Eng
 # --- random numbers -------------------------------------------------------------------------------
 
 
-@pytest.mark.not_on("inline", "the random state is the script's own")
+@needs_processes
 def test_seeds_of_role_and_rank(scheduler: Scheduler, role: str) -> None:
     def draw(name: str, replicas: int) -> list[Any]:
         workers = scheduler.create_workers(Job(role=name, replicas=replicas))
@@ -234,37 +229,29 @@ def test_seeds_of_role_and_rank(scheduler: Scheduler, role: str) -> None:
         ]
         drawn = [(*engine.call("drawn_first"), *engine.call("draw")) for engine in engines]
         second = Engine.create(scheduler, workers[0], "tests.contract.drawing.Drawing", "second")
-        assert second.call("drawn_first") != drawn[0][:3], (
-            "a second engine does not repeat the first one's numbers"
-        )
+        assert second.call("drawn_first") != drawn[0][:3], "a second engine draws other numbers"
         scheduler.delete_workers(name)
         return drawn
 
     first = draw(f"{role}-a", 2)
     again = draw(f"{role}-a", 2)
     other_role = draw(f"{role}-b", 1)
-    assert first == again, "the same seed, role and rank"
+    assert first == again, "seed, role and rank decide the numbers"
     for index in range(6):
         numbers = {first[0][index], first[1][index], other_role[0][index]}
         assert len(numbers) == 3, "ranks and roles differ, for each library"
 
 
-def test_payload_without_descriptors(scheduler: Scheduler, role: str) -> None:
-    """What cannot be mapped or sent for want of a descriptor fails alone; the worker lives."""
-    if type(scheduler).__name__ != "LocalScheduler":
-        pytest.skip(
-            "only local: elsewhere a process without descriptors fails in Ray, or is the script "
-            "itself"
-        )
-    (worker,) = scheduler.create_workers(Job(role=role))
-    engine = Engine.create(scheduler, worker, Counter)
-    engine.call("apply", _take_all_descriptors)
+@only_local
+def test_payload_without_descriptors(own: Engine) -> None:
+    """A payload that lacks a descriptor fails alone; Ray itself would end such a worker."""
+    own.call("apply", _take_all_descriptors)
     with pytest.raises(errors.ProtocolError, match="its arguments could not be taken"):
-        engine.call("total", numpy.ones(1 << 20))
+        own.call("total", numpy.ones(1 << 20))
     with pytest.raises(errors.EngineCallError, match="Too many open files"):
-        engine.call("make", 1 << 20)
-    engine.call("apply", _give_descriptors_back)
-    assert engine.call("total", engine.call("make", 1 << 20)) == 7 << 20
+        own.call("make", 1 << 20)
+    own.call("apply", _release_descriptors)
+    assert own.call("total", own.call("make", 1 << 20)) == 7 << 20
 
 
 _TAKEN: list[int] = []
@@ -281,6 +268,6 @@ def _take_all_descriptors() -> None:
         return
 
 
-def _give_descriptors_back() -> None:
+def _release_descriptors() -> None:
     while _TAKEN:
         os.close(_TAKEN.pop())

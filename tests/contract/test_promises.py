@@ -1,5 +1,9 @@
 """The public contract suite on each of our schedulers."""
 
-from helmsman.testing.contract import TestSchedulerContract
+from helmsman.testing import contract
+from tests.contract.marks import ray_smoke
 
-__all__ = ["TestSchedulerContract"]
+
+@ray_smoke
+class TestPromises(contract.TestSchedulerContract):
+    """The guarantees of a scheduler, in the order of its documentation."""
