@@ -1,4 +1,4 @@
-"""References of Ray are not released while another thread shuts Ray down."""
+"""Test that references of Ray are not released while another thread shuts Ray down."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helmsman.controller._ray_backend.embedded import begin_shutdown, keeping
 
 
 class Reference:
-    """Stands for an ObjectRef: Ray ends the process that releases one at a wrong time."""
+    """Stands for an ObjectRef; Ray ends a process that releases one at a wrong time."""
 
 
 def released(reference: weakref.ref[Reference], *, limit_s: float = 30.0) -> bool:
@@ -25,7 +25,7 @@ def released(reference: weakref.ref[Reference], *, limit_s: float = 30.0) -> boo
     return reference() is None
 
 
-def test_references_wait_for_a_shutdown() -> None:
+def test_keeping_during_a_shutdown() -> None:
     may_end = threading.Event()
 
     def shut_down() -> None:
@@ -49,7 +49,7 @@ def test_references_wait_for_a_shutdown() -> None:
     assert gc.isenabled()
 
 
-def test_references_without_a_shutdown() -> None:
+def test_keeping_without_a_shutdown() -> None:
     held = Reference()
     watched = weakref.ref(held)
     with keeping(held):
