@@ -27,12 +27,12 @@ def palindromes(seed: int = 0, num_tasks: int = 600) -> TaskSet:
 
 
 def test_reasoning_gym_tasks_held_out_apart() -> None:
-    tasks = palindromes(num_tasks=6000)
+    tasks = palindromes(num_tasks=2000)
 
     assert len(tasks.held_out) == 50
     held_out = {"".join(sorted(task.entry["metadata"]["letters"])) for task in tasks.held_out}
     trained = {"".join(sorted(task.entry["metadata"]["letters"])) for task in tasks.train}
-    assert len(trained) > 4000
+    assert len(trained) > 1300
     assert not held_out & trained
 
 

@@ -1,4 +1,4 @@
-"""Fault plans: their order, drawn from a seed; and the drill's order of them."""
+"""Test fault plans, random plans from a seed, and drills that inject them in order."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_fault_plan_random_same_for_seed() -> None:
     plan = FaultPlan.random(7, WORKERS, 500, RATES)
     assert plan == FaultPlan.random(7, WORKERS, 500, RATES)
     assert plan != FaultPlan.random(8, WORKERS, 500, RATES)
-    assert str(FaultPlan.random(7, WORKERS, 12, RATES)) == GOLDEN, "written here by another run"
+    assert str(FaultPlan.random(7, WORKERS, 12, RATES)) == GOLDEN
 
 
 GOLDEN = """\
@@ -111,20 +111,20 @@ def test_fault_plan_random_rates() -> None:
 # --- drills ---------------------------------------------------------------------------------------
 
 
-def _fake(*steps: int) -> tuple[FakeScheduler, FaultPlan]:
+def kills_at(*steps: int) -> tuple[FakeScheduler, FaultPlan]:
     scheduler = FakeScheduler()
     scheduler.create_workers(Job(role="a", replicas=1))
     return scheduler, FaultPlan(Kill("a/0", at_step=step) for step in steps)
 
 
 def test_injector_injects_each_fault_once() -> None:
-    scheduler, plan = _fake(1, 2, 4, 5, 9)
+    scheduler, plan = kills_at(1, 2, 4, 5, 9)
     drill = plan.begin(scheduler)
-    happened = {
+    injected = {
         step: [record.fault.at_step for record in drill.step(step)]
         for step in (1, 2, 2, 3, 6, 5, 8)
     }
-    assert happened == {1: [1], 2: [], 3: [], 6: [4, 5], 5: [], 8: []}
+    assert injected == {1: [1], 2: [], 3: [], 6: [4, 5], 5: [], 8: []}
     assert [fault.at_step for fault in scheduler.injected] == [1, 2, 4, 5]
     assert [(record.step, record.fault.at_step) for record in drill.record] == [
         (1, 1),
@@ -135,7 +135,7 @@ def test_injector_injects_each_fault_once() -> None:
 
 
 def test_injector_of_resumed_run() -> None:
-    scheduler, plan = _fake(1, 2, 4, 5)
+    scheduler, plan = kills_at(1, 2, 4, 5)
     drill = plan.begin(scheduler)
     assert [record.fault.at_step for record in asyncio.run(drill.astep(4))] == [4]
     drill.step(5)
@@ -143,7 +143,7 @@ def test_injector_of_resumed_run() -> None:
 
 
 def test_injector_records_missing_worker() -> None:
-    scheduler, _ = _fake()
+    scheduler, _ = kills_at()
     drill = FaultPlan([Kill("b/7", at_step=1), Kill("a/0", at_step=1)]).begin(scheduler)
     missed, hit = drill.step(1)
     assert (missed.injection.done, missed.injection.pid) == (False, None)

@@ -1,0 +1,34 @@
+"""Test that the checks for accelerators run on a CPU, in a rehearsal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.__main__ import CHECKS  # type: ignore[attr-defined]
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("num_devices", "checks"),
+    [("2", list(CHECKS)), ("1", ["rollouts.speed", "weights.three_ways"])],
+    ids=["two devices", "checks that differ on one device"],
+)
+def test_gpu_check_rehearsal(num_devices: str, checks: list[str], tmp_path: Path) -> None:
+    table = tmp_path / "gpu.md"
+    flags = ["--rehearse", num_devices, "--out", str(table)]
+    command = [sys.executable, "-m", "benchmarks.gpu", *flags, *checks]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=1100, cwd=ROOT, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [line for line in table.read_text().splitlines() if line.startswith("| ")][1:]
+    results = [row.split(" | ")[1] for row in rows]
+    assert len(rows) == len(checks)
+    assert "failed" not in results
+    assert results.count("not run") <= 2, rows
