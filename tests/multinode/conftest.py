@@ -1,5 +1,5 @@
-"""Clusters of several raylets on this machine, with logical devices; the driver is connected to the
-head, which has none.
+"""Clusters of several raylets on this machine, with logical devices. The driver is connected to the
+head, which has no devices.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import helmsman.controller._ray_backend.scheduler  # noqa: F401
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_worker_niceness", "0")
-# A raylet that answers its head late on a busy machine is no lost node (Ray's limit is 10 s); one
-# that has ended refuses connections, and is lost after five of them.
+# Ray counts a raylet as lost after 10 s without an answer, which is too short on a busy machine. A
+# raylet that has ended refuses connections, and is lost after five attempts.
 os.environ.setdefault("RAY_health_check_timeout_ms", "120000")
 os.environ.setdefault("RAY_health_check_period_ms", "1000")
 
@@ -57,13 +57,13 @@ def npu_node(**more: Any) -> dict[str, Any]:
 class Nodes:
     """A running cluster.
 
-    With ``log_dir``, where fork servers log, the head and its first nodes fork their workers. Other
-    nodes start each by Ray's own command, which takes a second of CPU time.
+    With ``log_dir``, the folder of the fork servers' logs, the head and its first nodes fork their
+    workers. Other nodes start workers by Ray's own command, which takes a second of CPU time each.
     """
 
     def __init__(self, shapes: list[dict[str, Any]], log_dir: Path | None = None) -> None:
         self._forks: list[RayForks] = []
-        # or the head starts a worker for each of its CPUs
+        # Otherwise the head starts a worker for each of its CPUs.
         no_prestart = {"RAY_prestart_worker_first_driver": "0"}
         head = {"num_cpus": 4, "num_gpus": 0, "memory": 8 * GB, "env_vars": no_prestart}
         with only_core_processes(), self._forking(log_dir):
@@ -86,7 +86,7 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Where a driver joins."""
+        """Address of the cluster."""
         return str(self.cluster.address)
 
     def add(self, **shape: Any) -> Any:
@@ -96,7 +96,7 @@ class Nodes:
 
     @contextlib.contextmanager
     def added(self, *shapes: dict[str, Any]) -> Iterator[list[Any]]:
-        """Nodes that are gone after the block."""
+        """Add nodes, and remove them after the block."""
         with contextlib.ExitStack() as stack:
             nodes = []
             for shape in shapes:
@@ -104,17 +104,17 @@ class Nodes:
                 stack.callback(self.cluster.remove_node, nodes[-1])
             yield nodes
         left = {node.node_id for node in nodes}
-        wait_until(lambda: not left & self.free().keys(), "the head has seen them go")
+        wait_until(lambda: not left & self.free().keys(), "the head has detected their end")
 
     def free(self) -> dict[str, dict[str, float]]:
-        """What is free on each node; what Ray derives from groups shows whether one is left."""
+        """Return the free resources of each node, with those of placement groups."""
         from ray._private.state import available_resources_per_node
 
         available = available_resources_per_node()
         return {node_id: _without_store(available.get(node_id, {})) for node_id in self.total()}
 
     def total(self) -> dict[str, dict[str, float]]:
-        """What each node has."""
+        """Return the resources of each node."""
         return {
             node["NodeID"]: _without_store(node["Resources"])
             for node in ray.nodes()
@@ -122,7 +122,7 @@ class Nodes:
         }
 
     def close(self) -> None:
-        """End it."""
+        """End the cluster."""
         ray.shutdown()
         self.cluster.shutdown()
         for forks in self._forks:
@@ -138,10 +138,9 @@ Open = Callable[..., Nodes]
 
 @pytest.fixture(scope="package")
 def open_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
-    """Open a cluster of these nodes, beside its head without accelerators; the one that is open if
-    it has this name.
+    """Open a cluster of these nodes and a head without devices, or return it if it is open.
 
-    A process is connected to one cluster at a time, so opening another closes it.
+    A process is connected to one cluster at a time, so opening another closes the first.
     """
     current: list[tuple[str, Nodes]] = []
 
@@ -161,44 +160,49 @@ def open_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
 
 @pytest.fixture(scope="module")
 def fleet(open_nodes: Open) -> Nodes:
-    """Two nodes of eight GPUs and one of four, in two racks; its tests leave it as it was."""
+    """Two nodes of eight GPUs and one of four, in two racks, which the tests do not change."""
     return open_nodes(
         "fleet",
         gpu_node(labels={"rack": "a", "kind": "GPU"}),
         gpu_node(labels={"rack": "b", "kind": "GPU"}, resources={"license": 1}),
-        gpu_node(num_gpus=4, labels={"rack": "b"}),
+        gpu_node(num_gpus=4, labels={"rack": "b", "elastic": "yes"}),
     )
 
 
 @pytest.fixture(scope="module")
 def nodes(fleet: Nodes) -> Nodes:
-    """The cluster of a module; the fleet unless the module has another."""
+    """The cluster of a module, by default the fleet."""
     return fleet
 
 
 @pytest.fixture(scope="module")
 def base(open_nodes: Open) -> Nodes:
-    """A node of two GPUs that lives on; tests add those that go."""
+    """A node of two GPUs; the tests add other nodes and end them."""
     return open_nodes("base", gpu_node(num_gpus=2))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that share a cluster run one after another."""
-    own = [item for item in items if item.path.parent == Path(__file__).parent]
+    """Run modules that share a cluster one after another."""
+    sort_by_cluster(items, Path(__file__).parent)
+
+
+def sort_by_cluster(items: list[pytest.Item], folder: Path) -> None:
+    """Sort the tests of a folder by the fixtures of their clusters."""
+
+    def cluster(item: pytest.Item) -> int:
+        names = getattr(item, "fixturenames", ())
+        return next((index for index, name in enumerate(("fleet", "base")) if name in names), 2)
+
+    own = [item for item in items if item.path.parent == folder]
     if own:
         at = items.index(own[0])
-        items[:] = [item for item in items if item.path.parent != Path(__file__).parent]
-        items[at:at] = sorted(own, key=_cluster)
-
-
-def _cluster(item: pytest.Item) -> int:
-    names = getattr(item, "fixturenames", ())
-    return next((index for index, name in enumerate(("fleet", "base")) if name in names), 2)
+        items[:] = [item for item in items if item.path.parent != folder]
+        items[at:at] = sorted(own, key=cluster)
 
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Iterator[Callable[..., RayScheduler]]:
-    """Make a scheduler of its own run in the connected cluster."""
+    """Make a scheduler in the connected cluster."""
     made: list[RayScheduler] = []
 
     def make(**options: Any) -> RayScheduler:
@@ -213,13 +217,13 @@ def make_run(tmp_path: Path) -> Iterator[Callable[..., RayScheduler]]:
 
 @pytest.fixture
 def run(make_run: Callable[..., RayScheduler]) -> RayScheduler:
-    """One run."""
+    """A scheduler in the connected cluster."""
     return make_run()
 
 
 @pytest.fixture
 def left_as_found(nodes: Nodes) -> Iterator[None]:
-    """All of the cluster is free after the test."""
+    """Check that all resources of the cluster are free after the test."""
     yield
     wait_until(
         lambda: nodes.free() == nodes.total(), f"all is free again: {nodes.total()}", limit_s=10.0

@@ -1,5 +1,5 @@
-"""A controller of its own process: for each line of jobs it takes their placement groups, frees
-them, and says how it went.
+"""A controller in a process of its own: for each line of jobs it acquires their placement groups,
+frees them, and prints the outcome.
 
 python -m tests.multinode.contender ADDRESS
 """
@@ -24,8 +24,8 @@ LIMIT_S = 120.0
 
 
 async def admit_and_free(prefix: str, jobs: Sequence[Job]) -> str:
-    """'placed' when all of the jobs had all of their groups, 'refused' when others held what they
-    need until the deadline.
+    """Return 'placed' when the jobs had all groups, 'refused' when others held the resources until
+    the deadline.
     """
     async with contextlib.AsyncExitStack() as stack:
         stacks = {
@@ -42,7 +42,7 @@ async def admit_and_free(prefix: str, jobs: Sequence[Job]) -> str:
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Serve until the end of the input."""
     with RayScheduler(address=sys.argv[1]) as run:
         print(json.dumps("ready"), flush=True)
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Devices of several nodes, held in a group for each node and shared out to worker groups."""
+"""Tests of devices of several nodes, which worker groups share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from helmsman.controller._ray_backend.scheduler import RayScheduler
 from helmsman.controller._worker_groups.cluster import Cluster
 from helmsman.controller._worker_groups.resource_manager import Device, ResourceManager
 from tests.contract.group_workers import Member
-from tests.multinode.conftest import Nodes, npu_node
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}
@@ -28,7 +27,7 @@ def _topology_order(run: RayScheduler, least: int) -> list[str]:
 
 
 def test_resource_manager_groups_and_bundles(run: RayScheduler) -> None:
-    """An actor of the user's own in a device's bundle is given that very device."""
+    """An actor of the user in the bundle of a device gets this device."""
 
     @ray.remote(num_cpus=0, num_gpus=1)
     def where() -> tuple[str, list[str]]:
@@ -75,8 +74,7 @@ def test_cluster_over_two_nodes(run: RayScheduler) -> None:
             assert masks == [{"CUDA_VISIBLE_DEVICES": str(rank % 2)} for rank in range(4)]
             joined = train.method(Member.add)(Batch({"x": np.arange(8)}))
             assert joined is not None and joined["rank"] == [0, 0, 0, 0, 2, 2, 2, 2]
-            # Large results stay where they are and go to other nodes directly; a value for all is
-            # put once.
+            # Large results go to other nodes directly, and a common value is put once.
             with train.method(Member.make).keep(2048) as kept:
                 assert train.method(Member.rows_of)(kept[2046:2050]) == [
                     (rank, 2046 + rank + i) for rank in (0, 2) for i in (0, 1)
@@ -94,13 +92,13 @@ def test_cluster_over_two_nodes(run: RayScheduler) -> None:
 
 
 class Wide:
-    """A worker whose devices are those of several nodes."""
+    """A worker with devices of several nodes."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
 
     def actors_see(self) -> list[tuple[str, list[str]]]:
-        """Node and devices of an actor for each device."""
+        """Return the node and devices of an actor in the bundle of each device."""
 
         @ray.remote(num_cpus=0, num_gpus=1)
         def where() -> tuple[str, list[str]]:
@@ -127,41 +125,11 @@ def test_cluster_worker_spans_nodes(run: RayScheduler) -> None:
             assert wide.rank_to_devices == {0: own}
             assert wide.rank_to_node == {0: 0}
             assert wide.workers[0].node_id == manager.nodes[0].node_id
-            assert wide.workers[0].devices == ["2", "3"], "those of its own node"
+            assert wide.workers[0].devices == ["2", "3"], "the devices of its own node"
             assert [held.holder for held in manager.holders(4)] == ["wide"]
             assert wide.execute_rank_zero_sync("actors_see") == [
                 (device.node_id, [device.device_id]) for device in own
             ]
-
-
-def test_cluster_of_cpus_spreads(run: RayScheduler) -> None:
-    with (
-        ResourceManager(4, 2, scheduler=run) as manager,
-        ResourceManager(0, 3, scheduler=run, name="cpus") as cpus,
-    ):
-        with Cluster("reward", Member, manager, ClusterConfig(world_size=4)) as reward:  # type: ignore[var-annotated]
-            assert reward.rank_to_node == {0: 0, 1: 1, 2: 0, 3: 1}
-            assert [worker.node_id for worker in reward.workers] == [
-                manager.nodes[reward.rank_to_node[rank]].node_id for rank in range(4)
-            ]
-        with Cluster("tools", Member, cpus, ClusterConfig(world_size=3)) as tools:  # type: ignore[var-annotated]
-            assert tools.rank_to_node == {0: 0, 1: 1, 2: 2}
-        with Cluster("odd", Member, manager, ClusterConfig(world_size=3)) as odd:  # type: ignore[var-annotated]
-            assert odd.rank_to_node == {0: 0, 1: 1, 2: 0}
-
-
-def test_resource_manager_of_some_devices(run: RayScheduler) -> None:
-    with (
-        # first: the other may take the node that has only four
-        ResourceManager(4, 3, scheduler=run, name="wide") as wide,
-        ResourceManager(2, 1, scheduler=run, name="narrow") as narrow,
-    ):
-        assert narrow.num_devices == 2
-        assert len({held.node_id for held in wide.nodes}) == 3
-        held = [
-            (each.node_id, each.device_id) for manager in (wide, narrow) for each in manager.devices
-        ]
-        assert len(set(held)) == 14
 
 
 def test_resource_manager_missing_nodes(run: RayScheduler) -> None:
@@ -173,22 +141,3 @@ def test_resource_manager_missing_nodes(run: RayScheduler) -> None:
         text.count(" GPU") == 3
         and "Set num_gpus_per_node to 4, or set num_nodes to 2, or add nodes" in text
     )
-
-
-def test_resource_manager_of_npus(nodes: Nodes, run: RayScheduler) -> None:
-    with nodes.added(npu_node(resources={"NPU": 9})), ResourceManager(9, scheduler=run) as manager:
-        assert [device.device_id for device in manager.devices] == [
-            str(index) for index in range(9)
-        ]
-        with Cluster(  # type: ignore[var-annotated]
-            "npu",
-            Member,
-            manager,
-            ClusterConfig(device_mapping="7,8", num_cpus=0.5, env_vars=ON_CPU),
-        ) as group:
-            masks = group.method(Member.environment)(
-                ["ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
-            )
-            assert masks == [
-                {"ASCEND_RT_VISIBLE_DEVICES": name, "CUDA_VISIBLE_DEVICES": ""} for name in "78"
-            ]

@@ -1,4 +1,4 @@
-"""The end of roles with a dead and a hung worker among the living."""
+"""Tests of deleted roles with a dead and a hung worker."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.contract.helpers import Engine, stop, wait_gone, wait_until
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 
-class Told(Counter):
-    """Tells a file when it is destroyed."""
+class Recorded(Counter):
+    """Records its destruction in a file."""
 
-    def tell(self, path: str, name: str) -> None:
-        """Where to tell it, and as whom."""
-        self.told = path, name
+    def record_in(self, path: str, name: str) -> None:
+        """Set the file and the name of the record."""
+        self.record = path, name
 
     def destroy(self) -> None:
-        """Append a line."""
-        with open(self.told[0], "a") as file:
-            file.write(f"{self.told[1]}\n")
+        """Append the name to the file."""
+        with open(self.record[0], "a") as file:
+            file.write(f"{self.record[1]}\n")
 
 
 def test_delete_workers_dead_and_hung(
@@ -40,11 +40,11 @@ def test_delete_workers_dead_and_hung(
     run = make_run(timeouts=Timeouts(start_s=90.0, shutdown_s=4.0))
     spec = SchedulingSpec(cpu=1, gpu=1, node_packing="spread")
     ids = run.create_workers(Job(role="train", replicas=5, tasks=[spec]))
-    told = tmp_path / "told"
-    engines = [Engine.create(run, worker_id, Told) for worker_id in ids]
+    record = tmp_path / "told"
+    engines = [Engine.create(run, worker_id, Recorded) for worker_id in ids]
     pids = {engine.worker_id: engine.call("pid") for engine in engines}
     for engine in engines:
-        engine.call("tell", str(told), engine.worker_id)
+        engine.call("record_in", str(record), engine.worker_id)
     os.kill(pids["train/1"], signal.SIGKILL)
     with pytest.raises(errors.WorkerFailedError, match="SIGKILL"):
         wait_until(lambda: engines[1].call("add") == 0, "it fails")
@@ -52,10 +52,10 @@ def test_delete_workers_dead_and_hung(
 
     run.delete_workers("train", reverse_order=True)
     wait_gone(pids)
-    assert sorted(told.read_text().split()) == ["train/0", "train/2", "train/4"], (
-        "all that could be destroyed were"
+    assert sorted(record.read_text().split()) == ["train/0", "train/2", "train/4"], (
+        "the live engines were destroyed"
     )
-    run.delete_workers()  # once more, with nothing there
+    run.delete_workers()  # there is nothing left to delete
     with pytest.raises(errors.RoleNotFoundError):
         run.delete_workers("train")
     run.close()
@@ -67,7 +67,7 @@ def test_delete_workers_rank_zero_last(run: RayScheduler) -> None:
     pids = {worker_id: Engine.create(run, worker_id, Counter).call("pid") for worker_id in ids}
     living = {os.pidfd_open(pid): worker_id for worker_id, pid in pids.items()}
     ended: list[list[str]] = []
-    """Those that were seen to end at once, where the machine let this process wait."""
+    """Workers whose ends were seen at the same time."""
 
     def watch() -> None:
         while living:
@@ -81,6 +81,5 @@ def test_delete_workers_rank_zero_last(run: RayScheduler) -> None:
     run.delete_workers("train", reverse_order=True)
     watching.join(30)
     assert sorted(itertools.chain(*ended)) == ids
-    # Ray calls a worker dead as soon as it has told its node to end it, so the last moments of
-    # others may overlap with its end.
+    # Ray reports a worker as dead when its node begins to end it, so other workers may still run.
     assert "train/0" not in ended[0]

@@ -1,4 +1,4 @@
-"""A learner whose ranks and devices lie on several nodes, as open-instruct's learners do."""
+"""Tests of learners whose ranks and devices lie on several nodes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}
 
 
 def test_learner_spans_nodes(run: RayScheduler) -> None:
-    """Three ranks of four devices on nodes of eight."""
+    """Three ranks have four devices each, on nodes of eight."""
     job = Job(role="learner", replicas=3, tasks=[SchedulingSpec(cpu=1, gpu=4, env_vars=ON_CPU)])
     with TrainController(run, "tests.controller.engines.CollectiveTrainer", job) as learner:
         places = [(worker.node_id, tuple(worker.devices)) for worker in learner.workers]
-        assert len(set(places)) == 3, "no device is given twice"
+        assert len(set(places)) == 3, "no device is assigned twice"
         assert len({node for node, _ in places}) == 2
         assert places == sorted(
             places, key=lambda each: [node for node, _ in places].index(each[0])
         )
         assert learner.train_batch(SAMPLES, count_loss) == {"sum": 6.0}
-        # engines for generation take the same devices, as with vLLM's engines beside the learner
+        # Engines for generation share the devices of the learner.
         beside = Job(
             role="generator",
             replicas=3,
@@ -40,7 +40,7 @@ def test_learner_spans_nodes(run: RayScheduler) -> None:
 
 
 def test_learners_per_node(run: RayScheduler) -> None:
-    """``--num_learners_per_node 1 2``: as many ranks on each node as the user says."""
+    """The counterpart of open-instruct's ``--num_learners_per_node 1 2``."""
     first, second = [node.node_id for node in run.nodes() if node.num_devices >= 8][:2]
     tasks = [
         SchedulingSpec(cpu=1, gpu=4, nodelist=[node], env_vars=ON_CPU)

@@ -1,6 +1,4 @@
-"""A drill that drops a node: its workers of this run, and its raylet where the cluster is this
-run's own.
-"""
+"""Tests of a drill that drops a node: its workers, and its raylet in a cluster of the same run."""
 
 from __future__ import annotations
 
@@ -18,16 +16,14 @@ from tests.multinode.conftest import Nodes, gpu_node
 
 @pytest.fixture(scope="module")
 def nodes(base: Nodes) -> Nodes:
-    """A node that lives on; tests add those that go."""
+    """The cluster with one node."""
     return base
 
 
 def _drop(
     run: RayScheduler, node_id: str
 ) -> tuple[list[FaultRecord], dict[str, Engine], dict[str, Engine]]:
-    """Drop a node under two jobs of two workers; returns the record, and the engines on that node
-    and on others.
-    """
+    """Drop a node under two jobs; return the records, its engines and the other engines."""
     spec = SchedulingSpec(cpu=0, gpu=1)
     spread = SchedulingSpec(cpu=1, gpu=0, node_packing="strict_spread")
     ids = run.create_workers(

@@ -1,4 +1,4 @@
-"""A training job on several nodes loses a node, and goes on elsewhere."""
+"""Test that a training job on several nodes loses a node, and continues elsewhere."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.controller.recovery_engines import plan_fault
 from tests.engines.small_models import QWEN2, random_tokens
 from tests.multinode.conftest import Nodes, gpu_node
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
 def nodes(base: Nodes) -> Nodes:
-    """A node that lives on; tests add those that go."""
+    """The cluster with one node."""
     return base
 
 
@@ -44,22 +44,24 @@ def test_recovery_after_node_loss(nodes: Nodes, run: RayScheduler, tmp_path: Pat
     removals: list[threading.Thread] = []
 
     def lose_node() -> None:
-        """While a step runs there."""
+        """End a node while a step runs there."""
         rank = next(rank for rank, worker in enumerate(trainer.workers) if worker.node_id in added)
         plan_fault(faults, "loss", rank, "stop")
         node = added.pop(trainer.workers[rank].node_id)
 
         def remove() -> None:
-            wait_until(lambda: not list(faults.iterdir()), "the step has come there", limit_s=240.0)
+            wait_until(
+                lambda: not list(faults.iterdir()), "the step has reached the node", limit_s=240.0
+            )
             nodes.cluster.remove_node(node, allow_graceful=False)
 
         removals.append(threading.Thread(target=remove))
         removals[-1].start()
 
-    to_come: dict[int, Callable[[], None]] = {4: lose_node}
+    planned: dict[int, Callable[[], None]] = {4: lose_node}
 
     def step(number: int) -> None:
-        if (fault := to_come.pop(number, None)) is not None:
+        if (fault := planned.pop(number, None)) is not None:
             fault()
         samples = [
             {"input_ids": random_tokens(4 + each, seed=100 * number + each)} for each in range(6)
@@ -81,11 +83,9 @@ def test_recovery_after_node_loss(nodes: Nodes, run: RayScheduler, tmp_path: Pat
         removals[0].join()
         first, after_node = places
         assert len(set(first)) == len(set(after_node)) == 2
-        assert set(after_node) != set(first), "one of them is on the node that was spare"
+        assert set(after_node) != set(first), "one rank is on the spare node"
         assert trainer.get_version() == 5
     assert {number: len(each) for number, each in losses.items()} == {1: 1, 2: 1, 3: 2, 4: 1, 5: 1}
-    assert all(len(set(each)) == 1 for each in losses.values()), (
-        "a step that is done again does the same"
-    )
+    assert all(len(set(each)) == 1 for each in losses.values()), "a repeated step has the same loss"
     for node in added.values():
         nodes.cluster.remove_node(node)

@@ -1,5 +1,4 @@
-"""What a worker sees, for every way in which a raylet may run: its own mask, Ray's NOSET variables,
-what Ray does to workers without devices, and both kinds of accelerators."""
+"""Tests of the devices that a worker sees, by the raylet's mask, settings of Ray and kind."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ NODES = [
     ("NPU", _NUMBERS, False, "1"),
     ("NPU", _NAMES, True, "0"),
 ]
-"""Each mask with each of the other settings. NPUs differ by the names of variables alone."""
+"""Each mask with each of the other settings. NPUs differ only by the names of variables."""
 
 
 def _name(kind: str, mask: str | None, noset: bool, on_zero: str) -> str:
@@ -60,21 +59,21 @@ def _node(kind: str, mask: str | None, noset: bool, on_zero: str) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def nodes(fleet: Nodes) -> Iterator[Nodes]:
-    """A node for each way."""
+    """A node for each combination of settings."""
     with fleet.added(*[_node(*each) for each in NODES]):
         yield fleet
 
 
 @pytest.fixture(scope="module")
 def module_run(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayScheduler]:
-    """One run for the whole matrix."""
+    """One run for all tests."""
     with RayScheduler(log_dir=tmp_path_factory.mktemp("logs")) as run:
         yield run
 
 
 @pytest.fixture
 def run(module_run: RayScheduler) -> Iterator[RayScheduler]:
-    """That run, without workers at the end of the test."""
+    """The run of the module, whose workers are deleted after the test."""
     yield module_run
     module_run.delete_workers()
 
@@ -83,7 +82,6 @@ def _seen(run: RayScheduler, worker_id: str) -> dict[str, str]:
     return dict(Engine.create(run, worker_id, Counter).call("environ", *MASKS.values()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mask", "noset", "on_zero"), NODES, ids=[_name(*each) for each in NODES]
 )
@@ -110,11 +108,11 @@ def test_devices_visible_to_worker(
     for index, ids in enumerate((on_node[:2], on_node[2:])):
         for role in ("a", "sibling"):
             assert run.get_workers(role)[index].devices == ids, (
-                "physical ids, in the order of the node"
+                "physical ids in the order of the node"
             )
             assert _seen(run, f"{role}/{index}") == {MASKS[kind]: ",".join(ids), other: ""}
     assert _seen(run, "none/0") == dict.fromkeys(MASKS.values(), ""), (
-        "a worker that asked for none sees none"
+        "a worker that requests no device sees none"
     )
 
 
@@ -127,13 +125,13 @@ class Uses:
         self.name = current_platform.name
 
     def platform(self) -> str:
-        """Its name."""
+        """Return the name of the platform."""
         return self.name
 
 
 @pytest.mark.parametrize("kind", list(MASKS))
 def test_platform_cpu_despite_devices(run: RayScheduler, kind: str) -> None:
-    """The devices here are logical ones: torch counts none."""
+    """The devices are logical: torch counts none."""
     cell = {"cell": _name(kind, _NUMBERS, False, "1")}
     run.create_workers(Job(role="a", tasks=[SchedulingSpec(gpu=2, node_labels=cell)]))
     with pytest.raises(errors.EngineCreationError) as caught:
@@ -151,7 +149,7 @@ def test_platform_cpu_despite_devices(run: RayScheduler, kind: str) -> None:
             tasks=[SchedulingSpec(gpu=2, node_labels=cell, env_vars={"HELMSMAN_PLATFORM": "cpu"})],
         )
     )
-    assert Engine.create(run, "b/0", Uses).call("platform") == "cpu", "on purpose"
+    assert Engine.create(run, "b/0", Uses).call("platform") == "cpu", "the user has chosen the CPU"
 
 
 DRIVER = """
@@ -170,7 +168,7 @@ with RayScheduler(address=sys.argv[1], log_dir=sys.argv[2]) as run:
 
 
 def test_devices_without_torch(nodes: Nodes, tmp_path: Path) -> None:
-    """It runs on the head, which has no accelerator."""
+    """The driver runs on the head, which has no device."""
     ended = subprocess.run(
         [
             sys.executable,
