@@ -6,14 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from helmsman import (
-    InlineScheduler,
-    Job,
-    RolloutController,
-    SchedulingSpec,
-)
+from helmsman import InlineScheduler, Job, RolloutController, SchedulingSpec
 from helmsman.controller._operator.metrics import METRICS
-from tests.controller.operator.staged import Answers
+from tests.controller.engines import CountingRollout
 
 ROOT = Path(__file__).parents[4]
 
@@ -21,7 +16,7 @@ ROOT = Path(__file__).parents[4]
 def test_snapshot_after_a_controller_is_closed() -> None:
     job = Job(role="rollout", tasks=[SchedulingSpec(cpu=0.5)])
     with InlineScheduler() as scheduler:
-        controller = RolloutController(scheduler, Answers, job)
+        controller = RolloutController(scheduler, CountingRollout, job)
         assert scheduler.reporter.snapshot().rollouts == []
         controller.initialize()
         assert [each.role for each in scheduler.reporter.snapshot().rollouts] == ["rollout"]
