@@ -1,4 +1,4 @@
-"""Agents as programs: their rewards, their limits, and the end of all their processes."""
+"""Test agents that are programs: their rewards, their limits, and the end of their processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from helmsman.agents import AgentGateway, ProgramFailedError, run_program
+from tests.agents.programs import AGENT
 from tests.agents.toy_model import question
 
 LEAVES = """
 import os, subprocess, sys, time
-# A daemon: in a session of its own, and without a parent.
+# A daemon has a session of its own and no parent.
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -53,14 +54,14 @@ def wait_ended(pid: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_processes_end_with_the_program(tmp_path: Path) -> None:
+async def test_run_program_ends_processes(tmp_path: Path) -> None:
     await run_program([sys.executable, "-c", LEAVES, str(tmp_path), "exit"], {})
     for pid in pids(tmp_path):
         assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.asyncio
-async def test_processes_end_with_a_timeout(tmp_path: Path) -> None:
+async def test_run_program_cancelled_ends_processes(tmp_path: Path) -> None:
     program = [sys.executable, "-c", LEAVES, str(tmp_path), "stay"]
     task = asyncio.create_task(run_program(program, {}, timeout=600))
     await asyncio.to_thread(wait_started, tmp_path)
@@ -73,7 +74,7 @@ async def test_processes_end_with_a_timeout(tmp_path: Path) -> None:
         await run_program(["sleep", "3600"], {}, timeout=0.1)
 
 
-def test_processes_end_with_the_script(tmp_path: Path) -> None:
+def test_run_program_of_killed_script(tmp_path: Path) -> None:
     script = (
         "import asyncio, sys\n"
         "from helmsman.agents import run_program\n"
@@ -89,7 +90,7 @@ def test_processes_end_with_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_failure_shows_the_end_of_the_output() -> None:
+async def test_run_program_fails() -> None:
     with pytest.raises(ProgramFailedError, match=r"exited with 3; expected 0") as caught:
         await run_program("sh -c 'echo before; echo why >&2; exit 3'", {})
     assert caught.value.output == "before\nwhy\n"
@@ -98,31 +99,21 @@ async def test_failure_shows_the_end_of_the_output() -> None:
 
 
 @pytest.mark.asyncio
-async def test_memory_limit() -> None:
+async def test_run_program_memory_limit() -> None:
     program = [sys.executable, "-c", "bytes(1 << 31)"]
     with pytest.raises(ProgramFailedError, match="MemoryError"):
         await run_program(program, {}, max_memory=1 << 30)
 
 
-AGENT = """
-import json, os, urllib.request
-
-def post(url, body, key):
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"x-api-key": key})
-    return json.load(urllib.request.urlopen(request))
-
-url, key = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_API_KEY"]
-chat = [{"role": "user", "content": os.environ["HELMSMAN_TASK"]}]
-answer = post(url + "/v1/messages", {"max_tokens": 4, "messages": chat}, key)
-open("answer.txt", "w").write(str(answer["content"]))
+REWARD = """
 post(os.environ["HELMSMAN_SESSION_URL"] + "/reward", {"reward": 0.75}, key)
 """
 
 
 @pytest.mark.asyncio
-async def test_program_posts_its_reward(gateway: AgentGateway, tmp_path: Path) -> None:
+async def test_run_program_posts_reward(gateway: AgentGateway, tmp_path: Path) -> None:
     with gateway.session() as session:
         environment = {**session.environment, "HELMSMAN_TASK": question(1)}
-        await run_program([sys.executable, "-c", AGENT], environment, cwd=tmp_path)
+        await run_program([sys.executable, "-c", AGENT + REWARD], environment, cwd=tmp_path)
     assert session.reward == 0.75
     assert session.num_turns == 1

@@ -1,4 +1,4 @@
-"""ToolLoop: Python functions in processes of their own, and MCP servers."""
+"""Test ToolLoop with Python functions in processes of their own, and with an MCP server."""
 
 from __future__ import annotations
 
@@ -69,9 +69,8 @@ async def test_tool_loop_answers(gateway: AgentGateway) -> None:
     assert any(each is not None for each in answers)
 
 
-@pytest.mark.slow
 @pytest.mark.asyncio
-async def test_failures_of_functions_are_results() -> None:
+async def test_function_tools_failures_are_results() -> None:
     async with FunctionTools([look, hang, die, fail], timeout=1.0, num_processes=1) as tools:
         assert await tools.call("look", {"key": "a"}) == SECRETS[0]
         assert await tools.call("hang", {"key": "a"}) == "Error: hang did not end within 1 s"
@@ -81,7 +80,7 @@ async def test_failures_of_functions_are_results() -> None:
         assert await tools.call("look", {"key": "b"}) == "nothing"
 
 
-def test_function_without_description() -> None:
+def test_function_tools_without_description() -> None:
     with pytest.raises(ValueError, match="cannot be described to the model"):
         FunctionTools([undescribed])
 
@@ -104,9 +103,8 @@ server.run()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.asyncio
-async def test_mcp_server_as_tools(gateway: AgentGateway, tmp_path: Path) -> None:
+async def test_mcp_tools(gateway: AgentGateway, tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     program = tmp_path / "server.py"
     program.write_text(SERVER)
@@ -121,7 +119,7 @@ async def test_mcp_server_as_tools(gateway: AgentGateway, tmp_path: Path) -> Non
 
 
 @pytest.mark.asyncio
-async def test_two_tools_of_one_name() -> None:
+async def test_tool_loop_two_tools_of_one_name() -> None:
     async def enter() -> None:
         async with ToolLoop([FunctionTools([look]), FunctionTools([look])]):
             pass
