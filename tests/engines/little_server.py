@@ -1,9 +1,9 @@
-"""A small inference server, a process of its own that speaks vLLM's dialect or SGLang's over real
+"""A small inference server as a program, which speaks the dialect of vLLM or SGLang over real
 sockets.
 
 Its model is a sum: the next token follows from all tokens before it and from the weights, which are
-the first value of the first tensor by name in the folder that it was told to load. So what it
-generates shows what it was sent.
+the first value of the first tensor by name in the folder that it loaded. So its tokens show which
+weights it has.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ STEP_S = 0.002
 
 
 def next_token(token_ids: list[int], weight: float) -> int:
-    """What follows these tokens."""
+    """Return the token that follows these tokens."""
     return int(sum(token_ids) * 7 + len(token_ids) * 3 + weight * 13) % VOCAB
 
 
 def logprob_of(token: int, weight: float) -> float:
-    """Of a token that was generated."""
+    """Return the log-probability of a generated token."""
     return -0.01 * token - weight
 
 
 def weight_in(folder: str) -> float:
-    """The first value of the first tensor by name, which is float32. Raises: ValueError for what is
-    no number.
+    """Return the first value of the first tensor by name, in float32.
+
+    Raises:
+        ValueError: The value is not a number.
+
     """
     found: dict[str, float] = {}
     for path in Path(folder).glob("*.safetensors"):
@@ -54,7 +57,7 @@ def weight_in(folder: str) -> float:
 
 
 class Server:
-    """Its state and its routes."""
+    """The state and the routes of the server."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -66,19 +69,22 @@ class Server:
         self.is_paused = False
         self.is_held = options.held
         self.running: dict[str, asyncio.Event] = {}
-        """What ends each generation."""
+        """The event that ends each generation."""
         self.seen: list[dict[str, Any]] = []
         self.peers: set[Any] = set()
-        """Ends of connections by which requests came."""
+        """Addresses of the clients that sent requests."""
 
     async def handle(self, request: Any) -> Any:
         route = request.path
         if route == "/forget":
             self.seen, self.peers = [], set()
             return web.Response()
-        if route not in ("/health", "/v1/models", "/seen"):
+        if route not in ("/health", "/v1/models", "/seen", "/refuse"):
             self.peers.add(request.transport.get_extra_info("peername"))
         body = await request.json() if request.can_read_body else None
+        if route == "/refuse":
+            self.num_refusing = body["count"]  # type: ignore[index]
+            return web.Response()
         if route == "/seen":
             return web.json_response({"requests": self.seen, "connections": len(self.peers)})
         if route == "/health" and self.num_starting:
@@ -88,13 +94,10 @@ class Server:
             route not in ("/health", "/metrics")
             and request.headers.get("Authorization") != f"Bearer {self.options.key}"
         ):
-            return web.Response(status=401, text="who are you?")
+            return web.Response(status=401, text="wrong key")
         if route not in ("/health", "/metrics"):
             self.seen.append({"route": route, "body": body, "params": dict(request.query)})
         if route == "/health":
-            return web.Response()
-        if route == "/refuse":
-            self.num_refusing = body["count"]  # type: ignore[index]
             return web.Response()
         if self.num_refusing and route in ("/v1/completions", "/generate"):
             self.num_refusing -= 1
@@ -179,7 +182,7 @@ class Server:
 
     async def release(self, request: Any, body: Any) -> Any:
         if self.num_unfinished:
-            os._exit(1)  # as SGLang's scheduler, which asserts that it is idle
+            os._exit(1)  # as SGLang's scheduler, which asserts that no request runs
         return await self.succeed(request, body)
 
     async def collective_rpc(self, request: Any, body: Any) -> Any:
@@ -196,7 +199,7 @@ class Server:
         )
 
     def load(self, folder: str) -> str:
-        """Returns why it cannot; '' where it can."""
+        """Load the weights; return the reason of a failure, '' if there is none."""
         assert self.is_paused or self.options.sleepy
         self.is_held = False
         try:
@@ -215,7 +218,7 @@ class Server:
     async def events(
         self, request: Any, request_id: str, token_ids: list[int], most: int, stops: list[int]
     ) -> Any:
-        """(number of tokens so far, new token or None, reason or None)"""
+        """Yield the number of tokens so far, a new token or None, and a stop reason or None."""
         assert request_id not in self.running, "a request id is used twice"
         end = self.running[request_id] = asyncio.Event()
         made = list(token_ids)
@@ -257,7 +260,7 @@ class Server:
             ):
                 tokens = [] if token is None else [token]
                 if num_made == 0:
-                    break  # as vLLM, which says nothing of what was ended before its first token
+                    break  # as vLLM, which has no event for the end of a request without tokens
                 choice = {
                     "index": sample,
                     "text": "",
@@ -315,7 +318,7 @@ class Server:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Until it is told to end."""
+    """Serve until a signal ends the server."""
     server = Server(options)
 
     app = web.Application()
@@ -328,7 +331,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 async def babble(options: argparse.Namespace) -> None:
-    """Answer what is no HTTP."""
+    """Answer requests with lines that are not HTTP."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"\x00\x01 what?\r\n\r\n")
@@ -341,7 +344,7 @@ async def babble(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """What an engine runs."""
+    """Run the program that an engine starts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("dialect", choices=["vllm", "sglang"])
     parser.add_argument("mode", choices=["serve", "exit", "hang", "babble"])

@@ -1,4 +1,4 @@
-"""Engines of little servers, for tests."""
+"""Build engines whose server is the one of little_server.py, and its models."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def _shapes() -> dict[str, list[int]]:
 
 
 def tensors_of(weight: float) -> dict[str, torch.Tensor]:
-    """A model whose weight is this."""
+    """Return the tensors of a model with this weight."""
     return {name: torch.full(shape, weight) for name, shape in _shapes().items()}
 
 
 def write_model(folder: Path, weight: float) -> str:
-    """The same as a folder; returns its path."""
+    """Write a model with this weight to a folder; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     write_folder([tensors_of(weight)], str(folder))
@@ -57,7 +57,7 @@ def write_model(folder: Path, weight: float) -> str:
 def fields(
     dialect: str, model: str, *args: str, mode: str = "serve", **others: Any
 ) -> dict[str, Any]:
-    """Of a ServerConfig."""
+    """Return the fields of a ServerConfig."""
     return {
         "dialect": dialect,
         "model": model,
@@ -71,7 +71,7 @@ def fields(
 
 @contextmanager
 def engine_of(dialect: str, model: str, *args: str, **others: Any) -> Iterator[ServerEngine]:
-    """An engine with a port of its own, which is not initialised."""
+    """Build an engine with a leased port, which is not initialised."""
     leases = PortLeases()
     ports = tuple(leases.lease(1))
     try:
@@ -86,7 +86,7 @@ def engine_of(dialect: str, model: str, *args: str, **others: Any) -> Iterator[S
 
 
 def continuation(prompt: list[int], count: int, weight: float) -> tuple[list[int], list[float]]:
-    """Tokens and log-probabilities of the little server's model."""
+    """Return the tokens and log-probabilities of the little server's model."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(little_server.next_token(tokens, weight))

@@ -1,5 +1,5 @@
-"""What workers with real engines import. A process that is forked with it is ready in a tenth of
-the time.
+"""The modules that workers with real engines import; forked with them, a process starts ten times
+as fast.
 """
 
 PRELOAD = ("torch", "helmsman.engines.train", "helmsman.engines.rollout")

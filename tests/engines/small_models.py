@@ -1,4 +1,4 @@
-"""Tiny models of several architectures, and samples for them."""
+"""Configurations of tiny models of several architectures."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ DEEPSEEK_V3: dict[str, Any] = {
 
 
 def random_tokens(length: int, seed: int) -> list[int]:
-    """Tokens of the vocabulary."""
+    """Draw tokens of the vocabulary."""
     return random.Random(seed).choices(range(VOCAB), k=length)

@@ -1,4 +1,4 @@
-"""Sending weights and receiving them, in one process."""
+"""Test sending and receiving weights in one process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def read(weights: Weights, group: WeightGroup) -> dict[str, torch.Tensor]:
 def sockets(
     num_receivers: int, timeout_s: float = 60.0
 ) -> tuple[list[WeightGroup], list[DeviceTarget]]:
-    """Of a trainer of one rank, which comes first, and its receivers."""
+    """Return the groups and targets of a trainer rank, which comes first, and its receivers."""
     groups = [WeightGroup(CPU) for _ in range(1 + num_receivers)]
     names = tuple(f"rollout/{index}" for index in range(num_receivers))
     place = DeviceTarget(
@@ -104,7 +104,7 @@ def members(
 @pytest.mark.parametrize("bucket_bytes", [1, 9, 40, 1 << 40])
 @pytest.mark.parametrize("way", ["memory", "disk", "collective", "device"])
 def test_incoming_every_dtype_and_bucket_size(way: str, bucket_bytes: int, tmp_path: Path) -> None:
-    """Also where one begins in the middle of another's word, has no bytes, or no dimensions."""
+    """Tensors may be unaligned in a bucket, empty, or without dimensions."""
     form = WeightFormat(bucket_bytes=bucket_bytes, checksum=True)
     if way in ("collective", "device"):
         groups: list[WeightGroup]
@@ -137,9 +137,7 @@ def test_incoming_every_dtype_and_bucket_size(way: str, bucket_bytes: int, tmp_p
 
 
 def test_incoming_checksum_mismatch() -> None:
-    """In memory before the reader has seen any; by broadcasts, where the reader may stop at any
-    bucket, when they come.
-    """
+    """A mismatch is found before the first bucket in memory, and with its bucket in broadcasts."""
     form = WeightFormat(checksum=True)
     weights = send(ODD, MemoryTarget(version=1), form, WeightGroup(CPU))
     weights.checksums["half"] += 1
@@ -196,7 +194,7 @@ def test_broadcast_large_tensor_in_pieces() -> None:
 
 
 def test_incoming_files_are_mapped(tmp_path: Path) -> None:
-    """Each rank of an instance copies its shards out of the files, and nothing else of them."""
+    """The files are mapped, so each rank of an instance reads only its shards."""
     target = DiskTarget(version=1, folder=str(tmp_path))
     stored = send({"w": torch.ones(5, 3)}, target, WeightFormat(), WeightGroup(CPU))
     with incoming(stored, WeightGroup(CPU)) as buckets:
@@ -222,7 +220,7 @@ def test_publish_bfloat16_keeps_other_types() -> None:
 
 
 def test_publish_removes_versions_of_earlier_runs(tmp_path: Path) -> None:
-    """They may have higher numbers, since every run restarts its count."""
+    """Versions of earlier runs may have higher numbers, since every run restarts its count."""
 
     def write(version: int) -> None:
         send(

@@ -385,7 +385,7 @@ async def test_update_weights_during_request(long_engine: HFRolloutEngine) -> No
     assert set(versions) == {0, 3, 4}
 
 
-async def test_update_weights_that_do_not_fit(engine: HFRolloutEngine) -> None:
+async def test_update_weights_unfit(engine: HFRolloutEngine) -> None:
     before = await engine.agenerate(request("a", PROMPTS[2]))
     with pytest.raises(ValueError, match="missing"):
         await engine.update_weights({"extra": torch.zeros(1)}, 1)

@@ -1,4 +1,4 @@
-"""Drawn tokens follow the distribution that the parameters describe."""
+"""Test that drawn tokens follow the distribution that the parameters describe."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows(*params: SamplingParams) -> SamplingRows:
         (SamplingParams(top_p=0.4), [1, 0, 0, 0]),
         (SamplingParams(top_p=0.6), [2 / 3, 0, 1 / 3, 0]),
         (SamplingParams(top_p=0.8), [5 / 9, 0, 2.5 / 9, 1.5 / 9]),
-        # Top-p works on what top-k left: 0.556, 0.278, 0.167
+        # Top-p applies to the tokens that top-k kept: 0.556, 0.278, 0.167
         (SamplingParams(top_k=3, top_p=0.7), [2 / 3, 0, 1 / 3, 0]),
     ],
 )
@@ -55,7 +55,7 @@ def test_sample_tokens_frequencies(params: SamplingParams, expected: list[float]
     torch.testing.assert_close(
         frequencies, torch.tensor(expected, dtype=torch.float32), atol=2e-4, rtol=0
     )
-    # Always those of the plain model, whatever the parameters.
+    # The log-probabilities are those of the plain model for all parameters.
     torch.testing.assert_close(logprobs, LOGITS[tokens])
 
 

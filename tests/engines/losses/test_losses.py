@@ -1,4 +1,4 @@
-"""Losses against values worked out by hand, one row per case."""
+"""Test losses against values computed by hand, one row per case."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from helmsman.engines.train_config import LOSS_NAMES
 
 
 def column(*values: float) -> torch.Tensor:
-    """One row of tokens behind a first token that nothing predicts."""
+    """Return one row of tokens behind a first token, which is not predicted."""
     return torch.tensor([[0.0, *values]])
 
 
@@ -122,9 +122,7 @@ TOKENS, PAIRS = ("grpo", "ppo", "decoupled_ppo", "gspo", "cispo"), ("dpo", "rewa
 
 
 def full_batch(num_rows: int = 4, length: int = 6) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Outputs and every column that a loss reads; outside of the mask of these there is nothing but
-    NaN and infinities.
-    """
+    """Return outputs and all columns of losses, NaN or infinite outside of the mask."""
     random = torch.Generator().manual_seed(3)
     mask = torch.arange(length) < torch.tensor([[6], [4], [3], [5]])[:num_rows]
     mask[:, 0] = False
@@ -406,7 +404,7 @@ def test_grpo_loss_entropy_bonus() -> None:
 def test_value_loss_clip(
     value: float, clip: float | None, loss: float, gradient: float, is_clipped: int | None
 ) -> None:
-    # The value of token 1 is that of token 0, before it; those of the last token are of no use.
+    # The value of token 1 is that of token 0, before it; that of the last token is not used.
     values = torch.tensor([[value, 99.0]], requires_grad=True)
     batch = {"loss_mask": mask(1), "returns": column(2.0), "values": torch.tensor([[1.0, -99.0]])}
     result, stats = value_loss(values, batch, clip=clip)

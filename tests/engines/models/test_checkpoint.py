@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: resharded, written in the background, and whole or not there."""
+"""Test checkpoints of several ranks: resharding, writes in the background, and failures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load_and_go_on(
     folder: str, choices: list[tuple[str, dict[str, Any]]]
 ) -> list[list[dict[str, float]]]:
     found = []
-    # of all engines, one after the other
+    # All engines share one process group.
     join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)
     for name, fields in choices:
         engine = make(seed=1, **fields)
@@ -99,7 +99,7 @@ def test_load_on_fewer_ranks(
         assert len(ways) == len(choices)
         for steps in ways:
             for step, unbroken in zip(steps, expected, strict=True):
-                # other meshes add in another order
+                # other meshes sum in another order
                 assert step == pytest.approx(unbroken, abs=1e-5, rel=1e-4)
 
 
@@ -119,7 +119,7 @@ def fail_in_the_background(folder: str) -> dict[str, Any]:
     train(engine, 1)
     engine.save(f"{folder}/good")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # The kernel lets rank 1 write no file beyond this size from now on; the signal would end it.
+    # From now on, rank 1 cannot write larger files; the ignored signal would end it.
     if engine.data_parallel_rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -194,10 +194,8 @@ def write_too_much(folder: str) -> tuple[list[tuple[type, str]], list[str]]:
     return found, left
 
 
-def test_write_errors_are_of_the_system(tmp_path: Path) -> None:
-    """As of a disk that is full: torch's archives and safetensors have errors of their own for
-    it.
-    """
+def test_write_errors_are_os_errors(tmp_path: Path) -> None:
+    """A full disk raises an OSError, although torch and safetensors have errors of their own."""
     ((found, left),) = run_ranks(write_too_much, 1, str(tmp_path))
     assert [kind for kind, _ in found] == [OSError] * 4
     assert all(os.strerror(errno.EFBIG) in text and str(tmp_path) in text for _, text in found)
@@ -210,7 +208,7 @@ def die_in_a_save(folder: str) -> None:
     train(engine, STEPS_BEFORE)
     engine.save(f"{folder}/checkpoint")
     if engine.data_parallel_rank == 1:
-        # a file that is larger than this ends the process, as a kill in the middle of its writing
+        # A larger file ends the process, as a kill during the write would.
         resource.setrlimit(
             resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
         )
@@ -296,7 +294,7 @@ def saved_in(folder: Path) -> dict[str, torch.Tensor]:
 def test_export_hf_read_by_transformers(tmp_path: Path, model: dict[str, Any]) -> None:
     first, second = run_ranks(export, 2, str(tmp_path), model)
     assert first["errors"][2:] == ["ValueError"] * 2
-    # where to write is rank 0 alone to find out
+    # only rank 0 examines the path
     assert second["errors"] == ["RuntimeError"] * 2 + ["ValueError"] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sharded", "whole"]
     whole, info = AutoModelForCausalLM.from_pretrained(

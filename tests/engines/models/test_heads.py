@@ -1,4 +1,4 @@
-"""Engines with a value head, and engines that only forward, on one rank in this process."""
+"""Test engines with a value head and frozen engines, on one rank in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CRITIC_SAMPLES = [{**sample, "returns": 1.5} for sample in SAMPLES]
 
 
 def scores(folder: Path, tokens: list[int]) -> torch.Tensor:
-    """What transformers says of each prefix of some tokens, one call for each."""
+    """Return the scores of transformers for each prefix of some tokens."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         rows = [
@@ -139,7 +139,7 @@ def test_frozen_parameter_dtype(make: Make) -> None:
 
 
 def test_train_batch_entropy_bonus(make: Make) -> None:
-    """One step on the entropy alone is that of plain torch."""
+    """One step on the entropy alone equals that of plain torch."""
     engine = make(model=LLAMA, max_tokens_per_micro_batch=24, max_grad_norm=None)
     weights = engine.export_weights()
     assert weights is not None

@@ -1,4 +1,4 @@
-"""Building models, log-probabilities, and weights that go from one model to another."""
+"""Tests of building models and of loading weights into them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_apply_weights_tied_names(name: str) -> None:
     )
 
 
-def test_apply_weights_that_do_not_fit() -> None:
+def test_apply_weights_unfit() -> None:
     target = build(LLAMA)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     weights = build(LLAMA, seed=1).state_dict()

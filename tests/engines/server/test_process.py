@@ -1,4 +1,4 @@
-"""The life of a server process: it starts or says why not, and leaves nothing behind."""
+"""Test that a server process starts or reports why it fails, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Start = Callable[..., ServerProcess]
 
 @pytest.fixture
 def started() -> Iterator[Start]:
-    """Starts Python with these arguments as a server; all end with the test."""
+    """Start Python programs as servers, which end with the test."""
     processes: list[ServerProcess] = []
 
     def start(*arguments: str) -> ServerProcess:
@@ -76,7 +76,7 @@ def pids_in(path: Path) -> list[int]:
 
 
 def start(engine: ServerEngine) -> ServerStartError:
-    """Start what cannot start; returns the error, after which nothing is left."""
+    """Return the error of an engine that cannot start; check that nothing is left."""
     with pytest.raises(ServerStartError) as raised:
         engine.initialize()
     assert engine._process is not None
@@ -87,7 +87,7 @@ def start(engine: ServerEngine) -> ServerStartError:
 
 
 def test_initialize_server_exits(model: str) -> None:
-    """And not the key, which is an argument of this dialect."""
+    """The error hides the key, which is an argument in this dialect."""
     with engine_of("sglang", model, mode="exit") as engine:
         error = start(engine)
     assert error.exit_code == 1
@@ -104,11 +104,11 @@ def test_initialize_server_hangs(model: str) -> None:
         error = start(engine)
     assert error.exit_code is None
     assert "was still not ready" in error.reason
-    assert "refused" in error.reason  # it binds no port
+    assert "refused" in error.reason  # its port is not bound
     assert "start_timeout_s" in str(error)
 
 
-def test_wait_ready_nonsense_answers(model: str, port: int, started: Start) -> None:
+def test_wait_ready_malformed_answers(model: str, port: int, started: Start) -> None:
     process = started(
         str(PROGRAM), "vllm", "babble", "--model", model, "--host", "127.0.0.1", "--port", str(port)
     )
@@ -140,7 +140,7 @@ def test_destroy_ends_server_family(model: str, tmp_path: Path) -> None:
             assert not any(map(is_alive, pids))
             assert not os.path.exists(folder)
             engine.destroy()
-        assert others.poll() is None  # nothing else was touched
+        assert others.poll() is None  # other processes run on
     finally:
         others.kill()
         others.wait()
@@ -196,7 +196,7 @@ time.sleep(1000)
 
 
 def test_worker_killed_leaves_no_server(model: str, port: int, tmp_path: Path) -> None:
-    """By its guard alone: this worker has no family that anybody else would end."""
+    """The guard ends the server, since no other process looks after this worker."""
     folder = tmp_path / "exchange"
     folder.mkdir()
     serve = ["vllm", "serve", "--model", model, "--host", "127.0.0.1", "--port", str(port)]
@@ -237,7 +237,7 @@ def test_initialize_removes_abandoned_folders(model: str, tmp_path: Path) -> Non
         assert engine.failure() is None
         assert not abandoned.exists()
         other.initialize()
-        assert os.path.isdir(engine._exchange)  # its process lives
+        assert os.path.isdir(engine._exchange)  # its engine is in use
         assert os.path.isdir(other._exchange)
     assert not [entry.name for entry in tmp_path.iterdir() if "weights" in entry.name]
 

@@ -1,4 +1,4 @@
-"""ServerEngine as a rollout's instances, in worker processes: ports, deaths, ends."""
+"""Test ServerEngine in the workers of a rollout: ports, deaths and ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROLE, ENGINE = "rollout", "helmsman.engines.server_engine.ServerEngine"
 
 
 class World:
-    """Two instances, whose servers are little ones."""
+    """A rollout of two instances with little servers."""
 
     def __init__(self, scheduler: LocalScheduler, folder: Path) -> None:
         self.scheduler = scheduler
@@ -61,7 +61,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """After the tests nothing of its servers is left."""
+    """Yield the rollout, and check that no server is left after it."""
     with LocalScheduler(preload=[*PRELOAD, ENGINE.rpartition(".")[0]]) as scheduler:
         world = World(scheduler, tmp_path_factory.mktemp("world"))
         yield world
@@ -74,7 +74,7 @@ def require(result: GenerationResult, prompt: list[int], weight: float = 0.0) ->
 
 
 def servers() -> set[int]:
-    """Pids of test servers that descend from this process or have no living parent."""
+    """Return the pids of test servers that descend from this process or have no living parent."""
     return {
         each.pid
         for each in psutil.process_iter(["cmdline"])
@@ -83,7 +83,7 @@ def servers() -> set[int]:
 
 
 def is_replaced(world: World, old: psutil.Process) -> bool:
-    """Whether the first instance serves again, with another server."""
+    """Return whether the first instance serves again, with another server."""
     try:
         new = world.scheduler.call_engine("rollout/0", "server_pid")
     except HelmsmanError:
@@ -92,8 +92,8 @@ def is_replaced(world: World, old: psutil.Process) -> bool:
 
 
 def test_server_killed_in_flight(world: World) -> None:
-    """Its instance is lost, and its requests end elsewhere."""
-    for worker in world.rollout.workers:  # each listens where its worker has a lease
+    """The instance is lost, and its requests end on another instance."""
+    for worker in world.rollout.workers:  # each listens on the leased port of its worker
         assert f"--port {worker.engine_ports[0]}" in command_of(world.server(worker.id))
     world.rollout.update_weights(tensors_of(1.0), 1)
     long = SamplingParams(temperature=0.0, max_new_tokens=2000)
@@ -111,7 +111,7 @@ def test_server_killed_in_flight(world: World) -> None:
         require(result, prompt, 1.0)
     assert world.state("rollout/1") is Health.HEALTHY
     wait_until(lambda: is_replaced(world, old), "it is rebuilt", limit_s=60.0)
-    # it serves with the weights of the last update
+    # the new server has the weights of the last update
     assert world.rollout.versions() == {
         "rollout/0": 1,
         "rollout/1": 1,
@@ -123,7 +123,7 @@ def test_server_killed_in_flight(world: World) -> None:
 
 
 def test_server_killed_idle(world: World) -> None:
-    """A probe notices it."""
+    """A probe detects the death of an idle server."""
     old = world.server("rollout/0")
     old.kill()
     wait_until(lambda: is_replaced(world, old), "it is rebuilt", limit_s=60.0)

@@ -1,4 +1,4 @@
-"""ServerEngine with the little server, in both dialects: real processes and sockets."""
+"""Test ServerEngine with the little server in both dialects, over real sockets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -43,7 +44,7 @@ def dialect(request: pytest.FixtureRequest) -> str:
 async def running(
     dialect: str, folder: Path, *args: str, **others: Any
 ) -> AsyncIterator[ServerEngine]:
-    """An engine whose model has the weight 0."""
+    """Start an engine whose model has the weight 0."""
     with engine_of(dialect, write_model(folder / "model-0", 0.0), *args, **others) as engine:
         await asyncio.to_thread(engine.initialize)
         try:
@@ -56,7 +57,7 @@ async def running(
 async def shared(
     dialect: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[ServerEngine]:
-    """An engine for tests that leave it as it was."""
+    """An engine that tests share and leave as it was."""
     async with running(dialect, tmp_path_factory.mktemp("shared")) as engine:
         yield engine
         assert engine.get_version() == 0
@@ -64,8 +65,8 @@ async def shared(
 
 @pytest.fixture
 def engine(shared: ServerEngine) -> ServerEngine:
-    """The shared engine, whose server has forgotten the requests of other tests."""
-    urllib.request.urlopen(f"http://127.0.0.1:{shared._port}/forget", timeout=LIMIT_S).close()
+    """The shared engine, whose server has dropped its records of earlier tests."""
+    ask(shared, "/forget")
     return shared
 
 
@@ -83,7 +84,7 @@ def asked(name: str, prompt: list[int], count: int = ENDLESS, **sampling: Any) -
 
 async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(LIMIT_S):
-        # No event tells of it
+        # No event reports it
         while not (await found if inspect.isawaitable(found := condition()) else found):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -97,7 +98,7 @@ def num_tokens(engine: ServerEngine) -> dict[str, int]:
 
 
 async def begun(engine: ServerEngine, *names: str) -> list[asyncio.Task[GenerationResult]]:
-    """Endless requests that have some tokens each."""
+    """Start endless requests, and wait until each has some tokens."""
     tasks = [
         asyncio.create_task(engine.agenerate(asked(name, PROMPTS.get(name, [1, 2]))))
         for name in names
@@ -111,10 +112,31 @@ async def begun(engine: ServerEngine, *names: str) -> list[asyncio.Task[Generati
     return tasks
 
 
+def port_of(engine: ServerEngine) -> int:
+    words = psutil.Process(engine.server_pid()).cmdline()
+    return int(words[words.index("--port") + 1])
+
+
+def ask(engine: ServerEngine, route: str, body: dict[str, Any] | None = None) -> Any:
+    """Send a request of the test itself to the server, a POST if it has a body."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port_of(engine)}{route}",
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+        return json.loads(answer.read() or b"null")
+
+
+def connections_to(port: int) -> list[Any]:
+    """Return the TCP connections of this process to a port."""
+    found = psutil.Process().net_connections("tcp")
+    return [each for each in found if each.raddr and each.raddr.port == port]
+
+
 def seen(engine: ServerEngine, route: str = "") -> Any:
-    """What the server was asked since it was last told to forget."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{engine._port}/seen", timeout=LIMIT_S) as answer:
-        found = json.load(answer)
+    """Return the requests that the server has recorded."""
+    found = ask(engine, "/seen")
     return [each for each in found["requests"] if each["route"] == route] if route else found
 
 
@@ -193,7 +215,7 @@ async def test_agenerate_sampling_parameters(engine: ServerEngine, dialect: str)
         for each in (first, second)
     ]
     assert seeds[0] == 11
-    assert seeds[1] != 11  # the numbers that it drew its first token by are not drawn again
+    assert seeds[1] != 11  # the numbers of the first token are not drawn again
     assert 0 <= seeds[1] < 2**63
 
 
@@ -230,7 +252,7 @@ async def test_agenerate_cancelled(engine: ServerEngine, dialect: str) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    if dialect == "vllm":  # sglang's own server notices; the little one is told by an abort alone
+    if dialect == "vllm":  # the little server detects a closed connection in this dialect only
         await until(lambda: server_has(engine, 0))
     require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
 
@@ -254,7 +276,7 @@ async def test_destroy_during_hanging_update(dialect: str, tmp_path: Path) -> No
 
 
 async def test_agenerate_retries_busy_server(engine: ServerEngine) -> None:
-    await engine._running().call("POST", "/refuse", body={"count": 3}, limit_s=LIMIT_S)
+    ask(engine, "/refuse", {"count": 3})
     require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
     assert len(generations(engine)) == 4
 
@@ -262,7 +284,7 @@ async def test_agenerate_retries_busy_server(engine: ServerEngine) -> None:
 @vllm_alone
 async def test_agenerate_server_stays_busy(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, retry_s=0.3) as engine:
-        await engine._running().call("POST", "/refuse", body={"count": 1000}, limit_s=LIMIT_S)
+        ask(engine, "/refuse", {"count": 1000})
         with pytest.raises(ServerRequestError, match="busy") as raised:
             await engine.agenerate(asked("a", [1, 2], 5))
         assert raised.value.status == 503
@@ -316,21 +338,21 @@ async def test_agenerate_broken_connection(engine: ServerEngine) -> None:
 async def test_destroy_closes_connections(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
         await engine.stats()
-        session = engine._running()._connected()
+        port = port_of(engine)
+        assert connections_to(port)
         await asyncio.to_thread(engine.destroy)
-        assert session.closed
+        assert not connections_to(port)
 
 
 async def test_destroy_during_retries(tmp_path: Path) -> None:
     async with running("vllm", tmp_path) as engine:
-        client = engine._running()
-        await client.call("POST", "/refuse", body={"count": 10**6}, limit_s=LIMIT_S)
-        call = asyncio.create_task(client.call("POST", "/v1/completions", limit_s=LIMIT_S))
+        port = port_of(engine)
+        ask(engine, "/refuse", {"count": 10**6})
+        call = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
         await until(lambda: generations(engine))
         await asyncio.to_thread(engine.destroy)
-        with pytest.raises(ServerLostError):
-            await call
-        assert client._session is None
+        assert (await call).stop_reason == "abort"
+        assert not connections_to(port)
 
 
 async def test_agenerate_id_in_flight_once(engine: ServerEngine) -> None:
@@ -380,7 +402,7 @@ async def test_update_weights_during_requests(dialect: str, form: str, tmp_path:
             assert result.token_ids == [*old_tokens, *new_tokens]
             assert result.logprobs == pytest.approx([*old_logprobs, *new_logprobs])
         require(await engine.agenerate(asked("c", [3, 4], 5)), [3, 4], 1.0)
-        assert not os.listdir(engine._exchange)  # what was laid there for the server has gone
+        assert not os.listdir(engine._exchange)  # the files of the update have been removed
 
 
 async def test_update_weights_before_first_token(dialect: str, tmp_path: Path) -> None:
@@ -410,7 +432,7 @@ async def test_update_weights_during_samples(tmp_path: Path) -> None:
             assert result.versions[-1] == 1
 
 
-async def test_update_weights_that_do_not_fit(engine: ServerEngine) -> None:
+async def test_update_weights_unfit(engine: ServerEngine) -> None:
     (task,) = await begun(engine, "a")
     right, name = tensors_of(1.0), "model.norm.weight"
     with pytest.raises(
@@ -442,14 +464,14 @@ async def test_update_weights_torn_holds_requests(dialect: str, tmp_path: Path) 
         late = asyncio.create_task(engine.agenerate(asked("late", [3])))
         await until(lambda: "late" in num_tokens(engine))
         before = num_tokens(engine)
-        assert await engine.abort(["a"]) == 1  # it is given back
+        assert await engine.abort(["a"]) == 1  # the request is returned
         assert (await tasks[0]).stop_reason == "abort"
         num_sent = len(generations(engine))
         assert await engine.update_weights(weights_of("disk", tmp_path, 2.0), 2) == 2
         await until(
             lambda: num_tokens(engine)["b"] > before["b"] + 5 and num_tokens(engine)["late"] > 5
         )
-        assert num_sent == 2  # nothing was sent in between
+        assert num_sent == 2  # no request was sent in between
         await engine.abort()
         result = await late
         assert set(result.versions) == {2}

@@ -1,4 +1,4 @@
-"""Micro-batches: the budget is kept, nothing is lost, malformed samples are named."""
+"""Test that micro-batches keep the budget and all samples, and name malformed samples."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_make_micro_batch_column_kinds() -> None:
     ]
     (batch,) = make_micro_batches(samples, max_tokens=100, vocab_size=50)
     assert batch.columns["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
-    # Nothing predicts a first token, so it never counts.
+    # A first token is not predicted, so it never counts.
     assert batch.columns["loss_mask"].tolist() == [[False, False, True], [False, True, False]]
     assert batch.columns["logprobs"].tolist() == [[0.0, -1.0, -2.0], [0.0, -3.0, 0.0]]
     assert batch.columns["logprobs"].dtype == batch.columns["advantages"].dtype == torch.float32
@@ -132,7 +132,7 @@ def test_check_samples_of_a_share() -> None:
 
 
 def test_make_micro_batch_mixed_numbers() -> None:
-    """Whichever comes first in its micro-batch: the longest."""
+    """The order in a micro-batch does not matter."""
     whole = {"input_ids": [1, 2, 3], "returns": [0, 0, 1], "advantages": 2}
     parts = {"input_ids": [4, 5], "returns": [0.5, 0.75], "advantages": -0.25}
     for samples in ([whole, parts], [parts, whole]):

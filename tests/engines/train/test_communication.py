@@ -1,4 +1,4 @@
-"""Options of FSDP's communication change a step's collectives, and neither losses nor weights."""
+"""Test that options of FSDP's communication change a step's collectives and not its result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Collectives(TorchDispatchMode):
 
 
 def train(fields: dict[str, Any], budget: int) -> dict[str, Any]:
-    """Train three steps, the last two with one error between them, and count collectives."""
+    """Train three steps, with an error before the last one, and count collectives."""
     engine = FSDPTrainEngine(model=MODEL, lr=1e-3, max_tokens_per_micro_batch=budget, **fields)
     engine.initialize()
     mine = SAMPLES[engine.data_parallel_rank :: engine.data_parallel_world_size]
@@ -156,8 +156,8 @@ def test_communication_prefetch_order(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["prefetched"]["order"] == [gather, gather, gather, gather, *layers]
 
 
-def test_clip_gradients_within_the_limit() -> None:
-    """No kernel runs over the gradients when there is nothing to clip."""
+def test_clip_gradients_below_limit() -> None:
+    """Gradients below the limit are not written."""
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([0.0, 3.0, 4.0])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

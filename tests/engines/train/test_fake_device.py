@@ -1,4 +1,4 @@
-"""What engines ask of torch on an NPU, as a package in place of torch_npu records it."""
+"""Test the calls that engines make to torch on an NPU, recorded by a fake torch_npu."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ print(dist.is_initialized())
 
 
 def test_process_group_after_set_device(tmp_path: Path) -> None:
-    """NCCL and HCCL take the current device for that of the group; one rank has the second here."""
+    """The device is set before the group is made, since NCCL and HCCL bind a group to the current
+    device.
+    """
     package = tmp_path / "torch_npu"
     package.mkdir()
     (package / "__init__.py").write_text(TORCH_NPU)

@@ -1,4 +1,4 @@
-"""Moments of AdamW in bfloat16: half of the memory, and steps that resume exactly."""
+"""Test that moments of AdamW in bfloat16 take half of the memory, and that steps resume exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained model returns statistics of its tokens, without the logits of all of them."""
+"""Test that a model returns statistics of its tokens without computing all logits."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_return_statistics_equals_logits(
         torch.testing.assert_close(one.grad, other.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_return_statistics_of_an_unusual_head() -> None:
-    """What is between the last layer and the logits is not a matrix alone."""
+def test_return_statistics_unusual_head() -> None:
+    """The layer before the logits is more than a matrix here."""
 
     class Doubled(nn.Linear):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Token rows: what goes into the model's rows comes back to its samples, packed or padded."""
+"""Test that values of the model's rows return to their samples, packed or padded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_pack_per_token_inverse(lengths: list[int], multiple: int, packing: bool
     for row, sample in enumerate(samples):
         length = len(sample)
         assert at[row, :length].tolist() == sample.tolist()
-        # The token after the one before is the token itself; nothing predicts the first.
+        # The next token of the previous position is the token itself; the first is not predicted.
         assert before[row, :length].tolist() == [0, *sample.tolist()[1:]]
         assert positions[row, :length].tolist() == list(range(length))
         assert not at[row, length:].any()

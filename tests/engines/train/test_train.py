@@ -1,4 +1,4 @@
-"""The train engine on one rank, in this process."""
+"""Tests of the train engine on one rank in this process."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def test_train_batch_bfloat16(make: Make) -> None:
         make(compute_dtype="int8")
 
 
-def test_the_learning_rate_warms_up(make: Make) -> None:
+def test_train_batch_warms_up_lr(make: Make) -> None:
     engine = make(num_warmup_steps=4)
     rates = [engine.train_batch(SAMPLES, "sft")["lr"] for _ in range(6)]
     assert rates == pytest.approx([LR * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
 
 
-def test_another_learning_rate_holds_from_the_next_step_on(make: Make) -> None:
+def test_set_lr_from_next_step(make: Make) -> None:
     engine = make()
     engine.set_lr(LR / 4)
     assert engine.train_batch(SAMPLES, "sft")["lr"] == LR / 4
@@ -137,9 +137,7 @@ def test_load_continues_exactly(make: Make, tmp_path: Path, num_steps_before: in
 
 
 def test_load_without_random_state(make: Make, tmp_path: Path) -> None:
-    """As one of ranks on the host by as many on devices, which draw from the devices' state,
-    too.
-    """
+    """Checkpoints of ranks on another kind of device lack the random state of this kind."""
     engine = make()
     engine.train_batch(SAMPLES, "sft")
     engine.save(str(tmp_path / "checkpoint"))
@@ -177,7 +175,7 @@ def test_save_replaces_checkpoint(make: Make, tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_a_save_that_fails_leaves_what_was_there(make: Make, tmp_path: Path) -> None:
+def test_save_failure_keeps_other_files(make: Make, tmp_path: Path) -> None:
     engine = make()
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(OSError, match="file"):
@@ -188,7 +186,7 @@ def test_a_save_that_fails_leaves_what_was_there(make: Make, tmp_path: Path) -> 
 def test_save_refuses_other_folders(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A parent that is given by mistake, or an empty path, would cost all that is in it."""
+    """A wrong path, such as a parent folder or an empty path, would delete other files."""
     engine = make()
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "file").write_text("of somebody")
@@ -202,7 +200,7 @@ def test_save_refuses_other_folders(
                 write(path)
         with pytest.raises(FileExistsError, match="file is no folder"):
             write(str(tmp_path / "file"))
-        write(str(tmp_path / "runs" / "first"))  # is empty
+        write(str(tmp_path / "runs" / "first"))  # an empty folder
         write(str(tmp_path / "runs" / "first"))
         shutil.rmtree(tmp_path / "runs" / "first")
         (tmp_path / "runs" / "first").mkdir()
@@ -226,7 +224,7 @@ def test_load_invalid_checkpoints(make: Make, tmp_path: Path) -> None:
             b"",
             content[: len(content) // 2],
         ):
-            # as a crash of its host leaves a file that was written last
+            # as after a crash of the host during the write
             file.write_bytes(left)
             with pytest.raises(
                 ValueError, match=f"'{file}' is damaged, possibly by a crash of its host"
@@ -273,7 +271,7 @@ def test_train_batch_infinite_gradient(make: Make) -> None:
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_train_batch_error_inside_pass(make: Make, place: str) -> None:
-    """As of a device that has no room for the activations, or for the gradients."""
+    """An error in a pass, such as out of memory, leaves the engine usable."""
     engine, undisturbed = make(), make()
     engine.train_batch(SAMPLES, "sft")
     undisturbed.train_batch(SAMPLES, "sft")
@@ -378,7 +376,7 @@ def test_initialize_again_resets_steps(make: Make) -> None:
     assert [engine.train_batch(SAMPLES, "sft") for _ in range(2)] == expected
 
 
-def test_dropped_engine_is_freed_at_once(make: Make) -> None:
+def test_dropped_engine_is_freed(make: Make) -> None:
     make()  # keeps the process group
     engine = FSDPTrainEngine(model=QWEN2, lr=LR)
     engine.initialize()

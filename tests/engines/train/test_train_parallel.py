@@ -215,7 +215,7 @@ def test_load_on_other_ranks_and_layouts(worlds: dict[int, list[dict[str, Any]]]
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
-def test_train_batch_num_sums_of_a_layer(worlds: dict[int, list[dict[str, Any]]]) -> None:
+def test_train_batch_num_sums(worlds: dict[int, list[dict[str, Any]]]) -> None:
     # As in Megatron-LM, arXiv:1909.08053, figure 4; and one each for embeddings and logits,
     # and one for the norm of the gradient.
     assert worlds[2][0]["num_sums"] == 2 * (2 + 2) + 2 + 1

@@ -1,5 +1,5 @@
-"""Two ranks give the results of one for losses of pairs, critics and policies, however the batch is
-cut into micro-batches.
+"""Test that two ranks give the results of one for losses of pairs, critics and policies, with any
+micro-batches.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def scenario(budget: int, **fields: Any) -> list[list[dict[str, float]]]:
             **fields,
         )
         engines.append(engine)
-        engine.initialize()  # the first one joins the process group for all
+        engine.initialize()  # the first engine joins the process group
         shares = split_samples(SCATTERED, engine.data_parallel_world_size)
         mine = [SCATTERED[index] for index in shares[engine.data_parallel_rank]]
         steps = [engine.train_batch(mine, loss, kwargs)]
-        # One rank has nothing at all.
+        # One rank has no samples.
         steps.append(
             engine.train_batch(SCATTERED if engine.data_parallel_rank == 0 else [], loss, kwargs)
         )

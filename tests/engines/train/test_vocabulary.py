@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and their gradients against torch's own."""
+"""Test log-probabilities, entropies and their gradients against torch's own."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_distribution_entropies_vocabulary_parallel() -> None:
 
 
 def test_loss_operators_without_npu_kernels() -> None:
-    """special.entr has no kernel in torch_npu."""
+    """torch_npu has no kernel of special.entr."""
     used: set[str] = set()
 
     class Recorded(TorchDispatchMode):
@@ -142,7 +142,7 @@ def test_loss_operators_without_npu_kernels() -> None:
 
 
 def both(*given: torch.Tensor, **how: Any) -> list[torch.Tensor]:
-    """Log-probabilities and entropies."""
+    """Return log-probabilities and entropies."""
     logprobs, entropies = token_statistics(*given, with_entropies=True, **how)
     assert entropies is not None
     return [logprobs, entropies]

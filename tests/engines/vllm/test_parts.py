@@ -1,6 +1,4 @@
-"""What VLLMEngine is made of, as far as it needs no vLLM: its configuration, what is said without
-one, buckets and fit.
-"""
+"""Test the parts of VLLMEngine that need no vLLM: configuration, messages, buckets and fit."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def test_vllm_engine_arguments_for_throughput() -> None:
     assert (arguments["stream_interval"], arguments["max_num_seqs"]) == (8, 96)
 
 
-def test_vllm_environment_lets_npus_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_environment_npu_wake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ", raising=False)
     prepare_environment()
     assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"

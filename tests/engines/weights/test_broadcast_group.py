@@ -1,7 +1,6 @@
-"""A broadcast that cannot end is given up or aborted, and never ends the process.
+"""Test that a broadcast that cannot end times out or is aborted, and never ends the process.
 
-NCCL itself needs devices. Its class is replaced by one that records how it is used, as are its
-works, which end only when they are aborted.
+NCCL needs devices, so a fake replaces its class, whose broadcasts end only when they are aborted.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def test_broadcast_group_watchdog_only_reports(
     assert made[0].options._timeout.total_seconds() > 120.0
 
 
-def test_broadcast_group_member_that_never_answers(
+def test_broadcast_group_silent_member(
     make: Callable[[], BroadcastGroup],
 ) -> None:
     group = make()

@@ -1,4 +1,4 @@
-"""Weights leave a trainer under the names and in the shapes that Hugging Face files have."""
+"""Test that a trainer exports weights with the names and shapes of Hugging Face files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_conversion_matches_saved_files(config: dict[str, Any], tmp_path: Path) 
 
 
 def test_conversion_joins_tensors() -> None:
-    """Where files have fewer tensors than the memory, a group is converted when it is complete."""
+    """Tensors that files join are converted once their group is complete."""
     config = AutoConfig.for_model("hrm_text")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -70,7 +70,7 @@ def test_conversion_joins_tensors() -> None:
 
 
 def test_regions_of_interleaved_rows() -> None:
-    """Elements that are not evenly spaced are refused, also where their distances lead too far."""
+    """Elements that are not evenly spaced raise an error."""
     config = AutoConfig.for_model(**{**QWEN2, "model_type": "inkling2_text", "hidden_size": 64})
     with torch.device("meta"):
         names = CheckpointNames(AutoModelForCausalLM.from_config(config))
@@ -79,7 +79,7 @@ def test_regions_of_interleaved_rows() -> None:
 
 
 @families
-def test_apply_weights_in_the_form_of_files(config: dict[str, Any]) -> None:
+def test_apply_weights_in_file_form(config: dict[str, Any]) -> None:
     source, target = model_of(config, seed=1), model_of(config, seed=2)
     parameters = {name: each.data_ptr() for name, each in target.named_parameters()}
     apply_weights(target, arriving(converted(source)))
@@ -88,7 +88,7 @@ def test_apply_weights_in_the_form_of_files(config: dict[str, Any]) -> None:
         assert torch.equal(target.state_dict()[name], tensor), name
 
 
-def test_apply_weights_refuses_a_missing_expert() -> None:
+def test_apply_weights_missing_expert() -> None:
     model = model_of(MIXTRAL)
     before = {name: each.clone() for name, each in model.state_dict().items()}
     tensors = converted(model_of(MIXTRAL, seed=1))
@@ -99,7 +99,7 @@ def test_apply_weights_refuses_a_missing_expert() -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
-def test_publish_in_the_form_of_files(make: Make, bucket_bytes: int) -> None:
+def test_publish_in_file_form(make: Make, bucket_bytes: int) -> None:
     engine = make(model=MIXTRAL, seed=3)
     form = WeightFormat(
         dtype="bfloat16", names=(("^model", "policy"),), bucket_bytes=bucket_bytes, checksum=True
@@ -114,7 +114,7 @@ def test_publish_in_the_form_of_files(make: Make, bucket_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("config", [QWEN3_MOE, MIXTRAL], ids=["qwen3_moe", "mixtral"])
-def test_server_refuses_names_that_it_would_skip(config: dict[str, Any], tmp_path: Path) -> None:
+def test_server_refuses_names_it_would_skip(config: dict[str, Any], tmp_path: Path) -> None:
     model = model_of(config)
     model.config.save_pretrained(tmp_path)
     forms = expected_of(str(tmp_path))
@@ -125,9 +125,7 @@ def test_server_refuses_names_that_it_would_skip(config: dict[str, Any], tmp_pat
 
 
 @families
-def test_trainer_exports_what_it_publishes(
-    make: Make, config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_export_equals_published(make: Make, config: dict[str, Any], tmp_path: Path) -> None:
     engine = make(model=config, seed=3)
     exported = engine.export_weights()
     engine.export_hf(str(tmp_path / "model"))

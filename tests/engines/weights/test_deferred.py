@@ -1,4 +1,4 @@
-"""Trained models read their shards from a folder, and never build the whole."""
+"""Test that trained models read their shards from a folder and never build the whole model."""
 
 from __future__ import annotations
 

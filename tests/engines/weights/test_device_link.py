@@ -1,4 +1,4 @@
-"""A trainer rank fills two buffers for processes on its device; in threads of one process."""
+"""Test the two buffers that a trainer rank shares with processes on its device, by threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def group_of_one() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """No memory, mapped or open, and no socket outlives a test."""
+    """Check that a test leaves no memory, mapped or open, and no socket."""
     gc.collect()
     before = held()
     yield
@@ -48,7 +48,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def held() -> list[str]:
-    """Shared memory that this process has open or mapped, and its Unix sockets."""
+    """Return the shared memory that this process has open or mapped, and its Unix sockets."""
     links = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def held() -> list[str]:
 
 
 def buffer_sizes() -> list[int]:
-    """Of the files in memory that this process has open, under one number or several."""
+    """Return the sizes of the files in memory that this process has open."""
     found: dict[int, int] = {}
     for entry in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{entry}"
@@ -71,7 +71,7 @@ def buffer_sizes() -> list[int]:
 
 
 class Gathering:
-    """Gathers tensors, and lets other threads wait until so many gathers have begun."""
+    """Gathers tensors, and lets other threads wait for a number of gathers."""
 
     def __init__(self, fails_at: int = 0) -> None:
         self._changed, self.num, self._fails_at = threading.Condition(), 0, fails_at
@@ -107,8 +107,8 @@ def require_all(found: Mapping[str, torch.Tensor]) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
 
 
-def test_sender_fills_one_buffer_while_the_other_is_loaded() -> None:
-    """It never has more than two, of the size of a bucket."""
+def test_sender_alternates_two_buffers() -> None:
+    """The sender has at most two buffers of the size of a bucket."""
     groups, (place, own) = sockets(1)
     gathering = Gathering()
 
@@ -116,7 +116,7 @@ def test_sender_fills_one_buffer_while_the_other_is_loaded() -> None:
         with incoming(own, groups[1]) as arriving:
             buckets = iter(arriving)
             next(buckets)
-            # The fourth is gathered once the second is in its buffer; the first is not loaded yet.
+            # The fourth gather starts once the second bucket is in its buffer.
             gathering.wait(4)
             assert buffer_sizes() == [SIZE, SIZE]
             assert gathering.num == 4
@@ -129,7 +129,7 @@ def test_sender_fills_one_buffer_while_the_other_is_loaded() -> None:
         loading.result(60)
 
 
-def test_broadcast_goes_on_while_the_next_bucket_is_gathered() -> None:
+def test_broadcast_overlaps_gathering() -> None:
     (first, _), places = members(2)
     gathering = Gathering()
 
@@ -154,7 +154,7 @@ def test_broadcast_goes_on_while_the_next_bucket_is_gathered() -> None:
         group.close()
 
 
-def test_receiver_that_fails_does_not_stop_the_others() -> None:
+def test_receiver_failure_keeps_other_receivers() -> None:
     groups, (place, *own) = sockets(2)
 
     def fail() -> None:
@@ -204,7 +204,7 @@ def test_socket_refuses_others(change: dict[str, str]) -> None:
         refused.close()
 
 
-def test_sender_that_gives_up_reports_why() -> None:
+def test_sender_failure_is_reported() -> None:
     for options, message in (
         ({"version": 2}, "could not send its weights: ValueError: .*weight version 2"),
         ({"gather": Gathering(fails_at=4)}, "could not send its weights: RuntimeError: a rank"),
@@ -218,8 +218,8 @@ def test_sender_that_gives_up_reports_why() -> None:
                 reading.result(60)
 
 
-def test_sender_that_ends_is_detected() -> None:
-    """Also before it has met its receivers."""
+def test_sender_end_is_detected() -> None:
+    """The end of a sender is detected before it has met its receivers, too."""
     groups, (_, own) = sockets(1, timeout_s=600.0)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         link = connect_to(own, own.sockets[0])
@@ -230,8 +230,8 @@ def test_sender_that_ends_is_detected() -> None:
         link.close()
 
 
-def test_memory_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handle of memory that the system does not let this process open."""
+def test_open_buffer_not_shareable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system does not let this process open the memory of a handle."""
     import pickle
 
     with pytest.raises(DeviceSharingError, match="cannot share memory of their device"):

@@ -1,4 +1,4 @@
-"""What ranks exchange when parameters are gathered, and that nothing of them changes on the way."""
+"""Test the gathering of parameters: its values, and the bytes and collectives that it takes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Gathers(TorchDispatchMode):
 
 
 def divide(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Make this rank's part of a tensor; tensor-parallel shards are divided before FSDP's."""
+    """Return this rank's part of a tensor; tensor-parallel shards are divided before FSDP's."""
     part = whole
     for axis in sorted(range(mesh.ndim), key=lambda a: isinstance(placements[a], _StridedShard)):
         placement = placements[axis]
@@ -129,7 +129,7 @@ def num_gathers_on(world_size: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gather_one_collective_for_a_layer(world_size: int) -> None:
+def test_gather_one_collective_per_layer(world_size: int) -> None:
     assert run_ranks(num_gathers_on, world_size, world_size) == [(1, 12)] * world_size
 
 
@@ -168,7 +168,7 @@ class _Names(Sink[list[str]]):
 
 
 def test_send_all_batches_of_bucket_bytes() -> None:
-    """As many tensors as have the bytes of a bucket in the type in which they leave."""
+    """A batch has as many tensors as fit into a bucket in the type in which they are sent."""
     batches: list[int] = []
 
     def recorded(

@@ -1,5 +1,5 @@
-"""Tensors give their memory back and get their contents again; an engine that sleeps goes on as if
-it had not.
+"""Test that offloaded tensors release their memory and are restored, and that sleep does not change
+training.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_host_swap_offload_and_restore() -> None:
 
 
 def test_host_blocks_exact_and_used_again() -> None:
-    """Torch rounds a pinned allocation up to a power of two, and keeps it."""
+    """Pinned blocks are reused, since torch rounds their allocations up and keeps them."""
     blocks = HostBlocks()
     num_bytes = (600 << 20) + 12345
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_host_swap_restore_without_room() -> None:
     small, large = torch.arange(4.0), torch.zeros(1)
     swap = HostSwap()
     swap.offload([small, large])
-    # More than an address space has: the allocator refuses, as a device does that is full.
+    # The size exceeds the address space, so the allocator fails as on a full device.
     swap._swapped[storage_of(large)._cdata].num_bytes = 1 << 60
     with pytest.raises(RuntimeError, match="memory"):
         swap.restore()
@@ -146,7 +146,7 @@ def test_destroy_while_asleep(engine: FSDPTrainEngine) -> None:
 
 
 def test_publish_weights_unchanged_by_training(engine: FSDPTrainEngine) -> None:
-    """A rollout keeps it for rebuilt instances."""
+    """A rollout keeps published weights for rebuilt instances."""
     expected = engine.export_weights()
     published = engine.publish_weights(MemoryTarget(version=0), WeightFormat())
     assert isinstance(published, WeightsInMemory)
@@ -183,7 +183,7 @@ def train_and_sleep(offload: str, *, sleeps: bool) -> list[dict[str, float]]:
 
 
 def train_in_all_ways() -> dict[str, list[dict[str, float]]]:
-    # of all engines, one after the other
+    # The engines of all runs share one process group.
     join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)
     found = {"plain": train_and_sleep("none", sleeps=False)}
     for offload in ("none", "all"):
