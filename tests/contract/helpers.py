@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,9 +22,10 @@ from typing import Any
 import psutil
 import pytest
 
-from helmsman.api.scheduler import Call, Job, SchedulingStrategy
+from helmsman.api.scheduler import Call, Job, Scheduler, SchedulingStrategy
 from helmsman.controller._aio.event_loop import submit
 from helmsman.controller._roles.call_all import call_all
+from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.rpc_server._process import guardian
 from helmsman.testing.contract_tools import LIMIT_S, Engine, Gate, held, is_running, wait_until
 
@@ -63,6 +65,19 @@ def alias_of(target: str, role: str, replicas: int = 1, *, fork: bool = False) -
     """Make the job of a role that is colocated with the workers of another."""
     strategy = SchedulingStrategy(type="colocation", target=target, fork=fork)
     return Job(role=role, replicas=replicas, scheduling_strategy=strategy)
+
+
+def run_id(scheduler: Scheduler) -> str:
+    """Return the id of the run."""
+    assert isinstance(scheduler, BackendScheduler)
+    return scheduler.run_id
+
+
+def answers(port: int) -> bool:
+    """Return whether a server accepts connections at a port of this machine."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5.0):
+        return True
+    return False
 
 
 FORMS = ("sync", "async", "group")

@@ -1,4 +1,4 @@
-"""Titles of processes, and the lines in the logs of workers and of the driver."""
+"""Titles of processes, and the logs of workers and of the driver."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.engines import Counter, Printer
-from tests.contract.helpers import Engine, Gate, held, wait_until
+from tests.contract.helpers import Driver, Engine, Gate, held, run_id, wait_until
+from tests.contract.marks import needs_processes, only_local, ray_smoke
 from tests.controller.engines import CountingRollout
 from tests.processes import command_of
 
-NO_PROCESSES = pytest.mark.not_on("inline", "its workers are threads of the script")
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
 
 
@@ -39,7 +39,8 @@ def _log(scheduler: Scheduler, worker_id: str) -> str:
     return Path(path).read_text()
 
 
-@NO_PROCESSES
+@ray_smoke
+@needs_processes
 def test_titles_show_role_and_calls(
     scheduler: Scheduler, backend: str, role: str, gate: Gate
 ) -> None:
@@ -48,26 +49,24 @@ def test_titles_show_role_and_calls(
     pid = engine.call("pid")
     end = " (ray::RayRPCServer)" if backend == "ray" else ""
     with held(engine, gate):
-        wait_until(lambda: _title(pid) == f"helmsman: {worker} wait{end}", "it shows the call")
-    wait_until(
-        lambda: _title(pid) == f"helmsman: {worker} idle{end}", "it shows that the call has ended"
-    )
-    assert not _title(os.getpid()).startswith("helmsman"), "the script keeps its own"
-    run_id = scheduler._run.id  # type: ignore[attr-defined]
+        wait_until(lambda: _title(pid) == f"helmsman: {worker} wait{end}", "a call is shown")
+    wait_until(lambda: _title(pid) == f"helmsman: {worker} idle{end}", "the title shows no call")
+    assert not _title(os.getpid()).startswith("helmsman"), "the script keeps its title"
     helper = f"guardian of {worker}" if backend == "ray" else "forkserver"
-    helpers = {f"helmsman: {each} (run {run_id})" for each in (helper, "watcher")}
-    wait_until(lambda: helpers <= _titles(), "its helpers have titles")
-    assert "PATH" in psutil.Process(pid).environ(), "the environment behind the title is left alone"
+    helpers = {f"helmsman: {each} (run {run_id(scheduler)})" for each in (helper, "watcher")}
+    wait_until(lambda: helpers <= _titles(), "the helpers have titles")
+    assert "PATH" in psutil.Process(pid).environ(), "the environment is unchanged"
 
 
-@NO_PROCESSES
+@ray_smoke
+@needs_processes
 def test_worker_output_is_printed(
     scheduler: Scheduler, role: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = scheduler.create_workers(Job(role=role, replicas=2))
     engines = {each: Engine.create(scheduler, each, Printer) for each in (first, second)}
     engines[first].call("say", "before")
-    wait_until(lambda: "before\n" in _log(scheduler, first), "it is in the log")
+    wait_until(lambda: "before\n" in _log(scheduler, first), "the line is in the log")
     shown = ""
 
     def output() -> str:
@@ -78,7 +77,7 @@ def test_worker_output_is_printed(
     with WorkerOutput(scheduler.log_dir, role):
         engines[first].call("say", "one")
         engines[second].call("say", "two\nthree")
-        wait_until(lambda: "three" in output() and "one" in output(), "it is shown at once")
+        wait_until(lambda: "three" in output() and "one" in output(), "the lines are printed")
         engines[first].call("say", "four, without an end", end="")
         engines[first].call("say", " of its line")
     lines = output().splitlines()
@@ -89,11 +88,12 @@ def test_worker_output_is_printed(
     ]
     assert "before" not in shown
     engines[first].call("say", "after")
-    wait_until(lambda: "after\n" in _log(scheduler, first), "it is in the log")
+    wait_until(lambda: "after\n" in _log(scheduler, first), "the line is in the log")
     assert "after" not in output()
 
 
-@NO_PROCESSES
+@ray_smoke
+@needs_processes
 def test_worker_log_has_start_and_end(
     make_own: Callable[..., Scheduler], backend: str, role: str
 ) -> None:
@@ -116,28 +116,27 @@ def test_worker_log_has_start_and_end(
     ]
 
 
-@NO_PROCESSES
-@pytest.mark.not_on("ray", "Ray itself ends workers by SIGTERM")
+@only_local
 def test_worker_log_has_preemption_notice(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     os.kill(Engine.create(scheduler, worker, Counter).call("pid"), signal.SIGTERM)
     wait_until(
         lambda: "was sent SIGTERM, a preemption notice; it ends in 25 s" in _log(scheduler, worker),
-        "it says so",
+        "the notice is in the log",
     )
 
 
 class Sleeper(CountingRollout):
-    """It sleeps and wakes."""
+    """A rollout engine that sleeps and wakes."""
 
     async def sleep(self, level: int) -> None:
-        """Give back nothing."""
+        """Do nothing."""
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """Take nothing."""
+        """Do nothing."""
 
 
-@NO_PROCESSES
+@needs_processes
 def test_logs_have_states_and_versions(make_own: Callable[..., Scheduler], role: str) -> None:
     with make_own() as scheduler:
         rollout = RolloutController(scheduler, Sleeper, Job(role=role))
@@ -151,8 +150,8 @@ def test_logs_have_states_and_versions(make_own: Callable[..., Scheduler], role:
     engine = f"{role}/0 engine \\S+"
     for line in ("is asleep", "is awake", "serves weight version 7"):
         assert len(re.findall(rf"{TIME} helmsman: {engine} {line}\n", own)) == 1, own
-    assert len(own.splitlines()) < 10, "calls have no lines"
-    story = (scheduler._run.log_dir / "driver.log").read_text()  # type: ignore[attr-defined]
+    assert len(own.splitlines()) < 10, "calls are not logged"
+    story = (scheduler.log_dir / "driver.log").read_text()
     for line in (
         f"role {role} is asleep",
         f"role {role} is awake",
@@ -161,13 +160,14 @@ def test_logs_have_states_and_versions(make_own: Callable[..., Scheduler], role:
         assert len(re.findall(rf"{TIME} INFO {line}\n", story)) == 1, story
 
 
-def _stories(scheduler: Scheduler) -> list[str]:
-    lines = (scheduler._run.log_dir / "driver.log").read_text().splitlines()  # type: ignore[attr-defined]
+def _driver_log(scheduler: Scheduler) -> list[str]:
+    lines = (scheduler.log_dir / "driver.log").read_text().splitlines()
     assert all(re.match(TIME, line) for line in lines)
     return [line.split(maxsplit=3)[3] for line in lines]
 
 
-def test_driver_log_tells_the_story(
+@ray_smoke
+def test_driver_log_has_each_operation(
     make_own: Callable[..., Scheduler], backend: str, role: str
 ) -> None:
     with make_own() as scheduler:
@@ -178,7 +178,8 @@ def test_driver_log_tells_the_story(
             with pytest.raises(errors.WorkerFailedError):
                 engine.call("die", "SIGKILL")
             wait_until(
-                lambda: any("SIGKILL" in line for line in _stories(scheduler)), "the death is told"
+                lambda: any("SIGKILL" in line for line in _driver_log(scheduler)),
+                "its death is logged",
             )
         scheduler.restart_worker(f"{role}/1")
         scheduler.scale(role, 1)
@@ -186,9 +187,9 @@ def test_driver_log_tells_the_story(
             scheduler.create_workers(Job(role="large", tasks=[SchedulingSpec(gpu=99)]))
         logging.getLogger("helmsman.controller").warning("a warning of the library")
         scheduler.delete_workers(role)
-    told, place = _stories(scheduler), r"\(pid \d+, [\d.]+\)"
+    lines, place = _driver_log(scheduler), r"\(pid \d+, [\d.]+\)"
     expected = [
-        rf"run {scheduler._run.id} begins: \w+Backend, pid {os.getpid()}, helmsman ",  # type: ignore[attr-defined]
+        rf"run {run_id(scheduler)} begins: \w+Backend, pid {os.getpid()}, helmsman ",
         rf"create_workers of {role} took \d+\.\d s: {role}/0 {place}, {role}/1 {place}$",
         rf"added to role {role}, which now has 3 workers: {role}/2 \(pid",
         *([] if backend == "inline" else [rf"{role}/1 was ended by SIGKILL"]),
@@ -197,12 +198,12 @@ def test_driver_log_tells_the_story(
         r"create_workers of large failed: PlacementInfeasibleError: ",
         r"a warning of the library$",
         rf"deleting {role}$",
-        rf"run {scheduler._run.id} is closed$",  # type: ignore[attr-defined]
+        rf"run {run_id(scheduler)} is closed$",
     ]
-    found = iter(told)
+    found = iter(lines)
     for pattern in expected:
         assert any(re.match(pattern, line) for line in found), (
-            f"{pattern} in its place of:\n" + "\n".join(told)
+            f"{pattern} in its place of:\n" + "\n".join(lines)
         )
 
 
@@ -216,10 +217,12 @@ with make() as scheduler:
 """
 
 
-@pytest.mark.not_on("ray", "the same code of the driver, and seconds more")
-def test_driver_log_leaves_root_logger(run_driver: Callable[..., object], tmp_path: Path) -> None:
+@pytest.mark.not_on("ray")
+def test_driver_log_leaves_root_logger(run_driver: Callable[..., Driver], tmp_path: Path) -> None:
     driver = run_driver(SCRIPT)
-    assert driver.wait() == 0, driver.errors()  # type: ignore[attr-defined]
-    told = driver.errors().splitlines()  # type: ignore[attr-defined]
-    assert told == ["shown by default", "by the script: shown by the handler"]
+    assert driver.wait() == 0, driver.errors()
+    assert driver.errors().splitlines() == [
+        "shown by default",
+        "by the script: shown by the handler",
+    ]
     assert "WARNING shown by default\n" in (tmp_path / "logs" / "driver.log").read_text()

@@ -1,6 +1,4 @@
-"""All processes of a role are replaced, whatever state they are in. A silent one is ended, and its
-calls say why.
-"""
+"""Restarts replace workers in any state; killing a worker fails its calls with the cause."""
 
 from __future__ import annotations
 
@@ -11,20 +9,19 @@ import signal
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy, WorkerState
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, WorkerState
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, is_running, stop, wait_gone
+from tests.contract.marks import needs_processes, ray_smoke
 
 ONE_DEVICE = SchedulingSpec(cpu=0, gpu=1, port_count=1)
 
 
-@pytest.mark.not_on("inline", "one process, it cannot be stopped without the script")
+@ray_smoke
+@needs_processes
 def test_kill_worker_stopped(scheduler: Scheduler, role: str, gate: Gate) -> None:
     stopped, other = scheduler.create_workers(Job(role=role, replicas=2))
-    engine, healthy = (
-        Engine.create(scheduler, stopped, Counter),
-        Engine.create(scheduler, other, Counter),
-    )
+    engine, healthy = (Engine.create(scheduler, each, Counter) for each in (stopped, other))
     pid = engine.call("pid")
     future = engine.begin("wait", *gate.files)
     gate.wait_started()
@@ -40,16 +37,14 @@ def test_kill_worker_stopped(scheduler: Scheduler, role: str, gate: Gate) -> Non
     assert healthy.call("add", 2) == 2
     with pytest.raises(errors.WorkerFailedError, match="because the test wanted it"):
         asyncio.run(scheduler.check_health(stopped))
-    assert {each.worker_id: each.state for each in scheduler.status()}[
-        stopped
-    ] is WorkerState.FAILED
+    assert engine.state is WorkerState.FAILED
     scheduler.restart_worker(stopped)
     assert Engine.create(scheduler, stopped, Counter).call("add", 1) == 1
     with pytest.raises(errors.WorkerNotFoundError):
         asyncio.run(scheduler.kill_worker(f"{role}/7", "was ended"))
 
 
-@pytest.mark.not_on("inline", "its workers have no logs of their own")
+@needs_processes
 def test_restart_worker_log_tail(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
@@ -61,7 +56,7 @@ def test_restart_worker_log_tail(scheduler: Scheduler, role: str) -> None:
     engine = Engine.create(scheduler, worker, Counter)
     with pytest.raises(errors.WorkerFailedError) as second:
         engine.call("die", "exit 3")
-    assert "line 19" not in second.value.log_tail, "it is of the process before"
+    assert "line 19" not in second.value.log_tail, "the line is of the old process"
     scheduler.restart_workers(role)
     engine = Engine.create(scheduler, worker, Counter)
     engine.call("print_lines", 2)
@@ -71,19 +66,18 @@ def test_restart_worker_log_tail(scheduler: Scheduler, role: str) -> None:
     assert "line 19" not in third.value.log_tail
 
 
-def test_restart_workers_replaces_all(scheduler: Scheduler, backend: str, role: str) -> None:
-    spec = ONE_DEVICE if backend != "inline" else SchedulingSpec(cpu=0, port_count=1)
-    ids = scheduler.create_workers(Job(role=role, replicas=3, tasks=[spec]))
+@ray_smoke
+@needs_processes
+def test_restart_workers_replaces_all(scheduler: Scheduler, role: str) -> None:
+    ids = scheduler.create_workers(Job(role=role, replicas=3, tasks=[ONE_DEVICE]))
     before = scheduler.get_workers(role)
     for elsewhere in (False, True):
         engines = [Engine.create(scheduler, worker_id, Counter) for worker_id in ids]
         pids = [engine.call("pid") for engine in engines]
-        if backend != "inline":
-            stop(pids[0])
-            os.kill(pids[1], signal.SIGKILL)
+        stop(pids[0])
+        os.kill(pids[1], signal.SIGKILL)
         scheduler.restart_workers(role, elsewhere=elsewhere)
-        if backend != "inline":
-            assert not any(map(is_running, pids))
+        assert not any(map(is_running, pids))
         after = scheduler.get_workers(role)
         assert [worker.id for worker in after] == ids
         assert [worker.devices for worker in after] == [worker.devices for worker in before]
@@ -94,53 +88,24 @@ def test_restart_workers_replaces_all(scheduler: Scheduler, backend: str, role: 
         for rank, worker_id in enumerate(ids)
     ]
     assert [engine.call("add", 1) for engine in engines] == [1, 2, 3]
-    if backend != "inline":
-        assert len(scheduler.scale(role, 8)) == 5, "nothing is held twice"
+    assert len(scheduler.scale(role, 8)) == 5, "no device is held twice"
 
 
-def test_restart_workers_names_dependents(scheduler: Scheduler, role: str) -> None:
-    scheduler.create_workers(Job(role=role))
-    beside = SchedulingStrategy(type="colocation", target=role, fork=True)
-    scheduler.create_workers(Job(role=f"{role}-sibling", scheduling_strategy=beside))
-    sibling = Engine.create(scheduler, f"{role}-sibling/0", Counter)
-    scheduler.restart_workers(role)
-    assert sibling.call("add", 1) == 1
-    with pytest.raises(
-        errors.InvalidSpecError, match=f"no other role uses; {role}-sibling would end with them"
-    ):
-        scheduler.restart_workers(role, elsewhere=True)
-    inside = SchedulingStrategy(type="colocation", target=role)
-    scheduler.create_workers(Job(role=f"{role}-guest", scheduling_strategy=inside))
-    with pytest.raises(
-        errors.InvalidSpecError, match=f"no other role uses; {role}-guest would end with them"
-    ):
-        scheduler.restart_workers(role)
-    with pytest.raises(
-        errors.InvalidSpecError,
-        match=f"a role with workers of its own; this one uses those of role '{role}'",
-    ):
-        scheduler.restart_workers(f"{role}-guest")
-    with pytest.raises(errors.RoleNotFoundError):
-        scheduler.restart_workers(f"{role}-missing")
-    assert sibling.call("add", 1) == 2, "what is refused has ended nothing"
-
-
-@pytest.mark.not_on("inline", "its workers have no process of their own")
+@needs_processes
 def test_restart_workers_after_removal(scheduler: Scheduler, role: str) -> None:
+    def pids() -> dict[str, int | None]:
+        return {
+            status.worker_id: status.pid
+            for status in scheduler.status()
+            if status.worker_id.startswith(f"{role}/")
+        }
+
     spec = SchedulingSpec(cpu=0, port_count=1)
     scheduler.create_workers(Job(role=role, replicas=3, tasks=[spec]))
     scheduler.remove_workers(role, [f"{role}/1"])
-    before = {
-        status.worker_id: status.pid
-        for status in scheduler.status()
-        if status.worker_id.startswith(f"{role}/")
-    }
+    before = pids()
     scheduler.restart_workers(role)
-    after = {
-        status.worker_id: status.pid
-        for status in scheduler.status()
-        if status.worker_id.startswith(f"{role}/")
-    }
+    after = pids()
     assert list(after) == list(before) == [f"{role}/0", f"{role}/2"]
     assert not set(after.values()) & set(before.values())
     scheduler.restart_workers(role, elsewhere=True)

@@ -1,19 +1,27 @@
-"""A role gets more workers, or fewer, while it runs; those that stay are not touched."""
+"""Growth and removal of workers; the remaining workers are not affected."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy
-from helmsman.controller._aio.event_loop import submit
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from tests.contract.engines import Counter
-from tests.contract.helpers import Engine, Gate, held, wait_gone, wait_until
+from tests.contract.helpers import (
+    Engine,
+    Gate,
+    alias_of,
+    answers,
+    held,
+    interrupted_when,
+    wait_gone,
+    wait_until,
+)
+from tests.contract.marks import needs_processes, ray_smoke
 
 ONE_DEVICE = SchedulingSpec(cpu=0, gpu=1, port_count=1, ray_placement_strategy="separate")
 
@@ -23,6 +31,7 @@ def _job(role: str, backend: str, replicas: int = 1) -> Job:
     return Job(role=role, replicas=replicas, tasks=[spec])
 
 
+@ray_smoke
 def test_scale_up_and_down(scheduler: Scheduler, backend: str, role: str) -> None:
     (first,) = scheduler.create_workers(_job(role, backend))
     kept = Engine.create(scheduler, first, Counter)
@@ -35,9 +44,7 @@ def test_scale_up_and_down(scheduler: Scheduler, backend: str, role: str) -> Non
         assert [worker.id for worker in workers] == [first, *new]
         assert len({port for worker in workers for port in worker.engine_ports}) == 3
         if backend != "inline":
-            assert len({device for worker in workers for device in worker.devices}) == 3, (
-                "a device each"
-            )
+            assert len({device for worker in workers for device in worker.devices}) == 3
         grown = [Engine.create(scheduler, worker.id, Counter) for worker in workers[1:]]
         assert [each.call("add", 1) for each in grown] == [1, 1]
         assert scheduler.scale(role, 3) == []
@@ -48,12 +55,13 @@ def test_scale_up_and_down(scheduler: Scheduler, backend: str, role: str) -> Non
         with pytest.raises(errors.WorkerNotFoundError, match=new[-1]):
             scheduler.call_engine(new[-1], "add", None, 1)
         seen += new
-    assert seen == [f"{role}/{index}" for index in range(1, 5)], "no id is given twice"
+    assert seen == [f"{role}/{index}" for index in range(1, 5)], "no id is reused"
     assert kept.call("pid") == pid
     assert kept.call("add", 1) == 6
 
 
-@pytest.mark.not_on("inline", "nothing can be missing there")
+@ray_smoke
+@needs_processes
 def test_scale_failure_changes_nothing(scheduler: Scheduler, backend: str, role: str) -> None:
     (first,) = scheduler.create_workers(_job(role, backend))
     kept = Engine.create(scheduler, first, Counter)
@@ -63,27 +71,7 @@ def test_scale_failure_changes_nothing(scheduler: Scheduler, backend: str, role:
         status.worker_id for status in scheduler.status() if status.worker_id.startswith(f"{role}/")
     ] == [first]
     assert kept.call("add", 2) == 2
-    assert len(scheduler.scale(role, 8)) == 7, "nothing of the failed attempt is held"
-
-
-def test_scale_refuses(scheduler: Scheduler, role: str) -> None:
-    scheduler.create_workers(Job(role=role, replicas=2))
-    beside = SchedulingStrategy(type="colocation", target=role)
-    scheduler.create_workers(Job(role=f"{role}-guest", replicas=2, scheduling_strategy=beside))
-    specs = [SchedulingSpec(cpu=0), SchedulingSpec(cpu=0)]
-    scheduler.create_workers(Job(role=f"{role}-each", replicas=2, tasks=specs))
-    for name, replicas, expected in (
-        (role, 1, f"{role}-guest use them"),
-        (f"{role}-guest", 3, f"these are colocated with '{role}'"),
-        (f"{role}-each", 3, "one spec for all of its replicas"),
-    ):
-        with pytest.raises(errors.InvalidSpecError, match=expected):
-            scheduler.scale(name, replicas)
-    with pytest.raises(errors.InvalidSpecError, match="replicas is 0"):
-        scheduler.scale(role, 0)
-    with pytest.raises(errors.RoleNotFoundError, match="missing"):
-        scheduler.scale("missing", 2)
-    assert scheduler.scale(role, 3) == [f"{role}/2"]
+    assert len(scheduler.scale(role, 8)) == 7, "the failed attempt holds nothing"
 
 
 def test_remove_workers_keeps_ids(scheduler: Scheduler, backend: str, role: str) -> None:
@@ -97,7 +85,7 @@ def test_remove_workers_keeps_ids(scheduler: Scheduler, backend: str, role: str)
     assert [engines[index].call("add", index) for index in (1, 3)] == [1, 3]
     with pytest.raises(errors.WorkerNotFoundError, match=f"{role}/2"):
         engines[2].call("add", 1)
-    assert scheduler.scale(role, 3) == [f"{role}/4"], "no id is given twice"
+    assert scheduler.scale(role, 3) == [f"{role}/4"], "no id is reused"
     assert scheduler.scale(role, 2) == []
     assert _ids(scheduler, role) == [f"{role}/1", f"{role}/3"]
     assert scheduler.scale(role, 3) == [f"{role}/5"]
@@ -123,26 +111,13 @@ def test_remove_workers_leaves_holes(scheduler: Scheduler, backend: str, role: s
     assert list(scheduler.environment(role)) == left
     scheduler.restart_worker(f"{role}/3")
     again = Engine.create(scheduler, f"{role}/3", Counter)
-    assert again.call("environ", "HOLES_3") == {"HOLES_3": "there"}, "it has its own spec"
-    guests = scheduler.create_workers(
-        Job(
-            role=f"{role}-guest",
-            replicas=2,
-            scheduling_strategy=SchedulingStrategy(type="colocation", target=role),
-        )
-    )
+    assert again.call("environ", "HOLES_3") == {"HOLES_3": "there"}, "each worker keeps its spec"
+    guests = scheduler.create_workers(alias_of(role, f"{role}-guest", 2))
     assert guests == [f"{role}-guest/0", f"{role}-guest/1"]
     asyncio.run(scheduler.create_engine(guests[1], Counter))
     assert scheduler.call_engine(guests[1], "pid") == again.call("pid")
-    beside = SchedulingStrategy(type="colocation", target=role, fork=True)
-    assert (
-        len(
-            scheduler.plan(Job(role=f"{role}-beside", replicas=2, scheduling_strategy=beside))
-            .roles[0]
-            .workers
-        )
-        == 2
-    )
+    plan = scheduler.plan(alias_of(role, f"{role}-beside", 2, fork=True))
+    assert len(plan.roles[0].workers) == 2
     siblings = scheduler.fork_workers(f"{role}-beside", role)
     assert siblings == [f"{role}-beside/0", f"{role}-beside/1"]
     devices = [
@@ -157,7 +132,7 @@ def test_remove_workers_leaves_holes(scheduler: Scheduler, backend: str, role: s
     assert _ids(scheduler, role) == left
 
 
-@pytest.mark.not_on("inline", "it has no devices")
+@needs_processes
 def test_remove_workers_frees_devices(scheduler: Scheduler, backend: str, role: str) -> None:
     scheduler.create_workers(_job(role, backend, replicas=4))
     scheduler.restart_worker(f"{role}/1")
@@ -176,64 +151,25 @@ def test_remove_workers_frees_devices(scheduler: Scheduler, backend: str, role: 
     scheduler.delete_workers(f"{role}-others")
 
 
-def test_remove_workers_refuses(scheduler: Scheduler, role: str) -> None:
-    scheduler.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(cpu=0)]))
-    guest = f"{role}-guest"
-    with pytest.raises(errors.InvalidSpecError, match="at least one worker to remain"):
-        scheduler.remove_workers(role, _ids(scheduler, role))
-    with pytest.raises(errors.WorkerNotFoundError, match=f"{role}/7"):
-        scheduler.remove_workers(role, [f"{role}/0", f"{role}/7"])
-    with pytest.raises(errors.RoleNotFoundError):
-        scheduler.remove_workers("missing", ["missing/0"])
-    beside = SchedulingStrategy(type="colocation", target=role)
-    scheduler.create_workers(Job(role=guest, replicas=2, scheduling_strategy=beside))
-    with pytest.raises(errors.InvalidSpecError, match=f"these are colocated with '{role}'"):
-        scheduler.remove_workers(guest, [f"{guest}/0"])
-    assert len(scheduler.get_workers(role)) == 2
-    scheduler.delete_workers(guest)
-    scheduler.remove_workers(role, [f"{role}/0", f"{role}/0"])
-    with pytest.raises(errors.WorkerNotFoundError, match=f"{role}/0"):
-        scheduler.restart_worker(f"{role}/0")
-    with pytest.raises(errors.WorkerNotFoundError, match=f"{role}/0"):
-        scheduler.remove_workers(role, [f"{role}/0"])
-
-
-@pytest.mark.not_on("inline", "its workers have no process of their own")
+@needs_processes
 def test_remove_workers_during_restart(scheduler: Scheduler, backend: str, role: str) -> None:
     scheduler.create_workers(_job(role, backend, replicas=2))
     for index in range(3):
         doomed = f"{role}/{index + 1}"
+        pid = asyncio.run(scheduler.check_health(doomed)).pid
         with ThreadPoolExecutor() as pool:
             restart = pool.submit(scheduler.restart_worker, doomed)
-            wait_until(
-                lambda: (
-                    doomed in scheduler._roles.role(role).restarts  # type: ignore[attr-defined]  # noqa: B023
-                    or restart.done()  # noqa: B023
-                ),
-                "it is restarted",
-            )
+            wait_gone({doomed: pid})
             removal = pool.submit(scheduler.remove_workers, role, [doomed])
             removal.result(30)
             with contextlib.suppress(errors.WorkerNotFoundError):
                 restart.result(30)
         assert _ids(scheduler, role) == [f"{role}/0"]
         assert scheduler.scale(role, 2) == [f"{role}/{index + 2}"]
-    scheduler.scale(role, 8)  # nothing of any of them is held
+    scheduler.scale(role, 8)  # requires that the removed workers hold no device
 
 
-def test_remove_workers_concurrently(scheduler: Scheduler, backend: str, role: str) -> None:
-    scheduler.create_workers(_job(role, backend, replicas=3))
-    with ThreadPoolExecutor() as pool:
-        removals = [pool.submit(scheduler.remove_workers, role, [f"{role}/1"]) for _ in range(4)]
-        outcomes = [removal.exception(30) for removal in removals]
-    assert (
-        sorted(type(outcome).__name__ for outcome in outcomes)
-        == ["NoneType"] + ["WorkerNotFoundError"] * 3
-    )
-    assert _ids(scheduler, role) == [f"{role}/0", f"{role}/2"]
-
-
-@pytest.mark.not_on("inline", "nothing of it takes time to end")
+@needs_processes
 def test_remove_workers_interrupted(
     scheduler: Scheduler, backend: str, role: str, gate: Gate
 ) -> None:
@@ -241,14 +177,13 @@ def test_remove_workers_interrupted(
     engine = Engine.create(scheduler, f"{role}/0", Counter)
     pid = engine.call("pid")
     with held(engine, gate) as call:
-        removal = submit(scheduler._lifecycle.remove(scheduler._roles.role(role), [f"{role}/0"]))  # type: ignore[attr-defined]
-        wait_until(lambda: _ids(scheduler, role) == [f"{role}/1"], "it has begun")
-        removal.cancel()
+        with interrupted_when(lambda: _ids(scheduler, role) == [f"{role}/1"], "removal has begun"):
+            scheduler.remove_workers(role, [f"{role}/0"])
         wait_gone({f"{role}/0": pid})
     with pytest.raises(errors.WorkerFailedError):
         call.result(30)
     wait_until(
-        lambda: sum(node.num_free_devices for node in scheduler.nodes()) == 7, "its device is free"
+        lambda: sum(node.num_free_devices for node in scheduler.nodes()) == 7, "the device is free"
     )
     scheduler.scale(role, 8)
 
@@ -267,39 +202,14 @@ def test_remove_workers_fails_calls(
             call.result(30)
 
 
-def test_add_workers_concurrently(scheduler: Scheduler, backend: str, role: str) -> None:
-    scheduler.create_workers(_job(role, backend))
-    with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(scheduler.add_workers, role, 1) for _ in range(4)]
-        removed = (
-            pool.submit(scheduler.remove_workers, role, [f"{role}/0"])
-            if asked[0].result(30)
-            else None
-        )
-        new = [id_ for each in asked for id_ in each.result(30)]
-    assert removed is not None
-    assert removed.exception(30) is None
-    assert sorted(new) == [f"{role}/{index}" for index in range(1, 5)] == _ids(scheduler, role)
-    with pytest.raises(errors.InvalidSpecError, match="replicas is "):
-        scheduler.add_workers(role, 0)
-
-
-@pytest.mark.not_on("inline", "a command needs a process of its own")
+@needs_processes
 def test_add_workers_starts_commands(scheduler: Scheduler, role: str) -> None:
     serve = "http.server {port} --bind 127.0.0.1"
     scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, cmd=serve)]))
     assert scheduler.add_workers(role, 1) == [f"{role}/1"]
     for worker in scheduler.get_workers(role):
-        wait_until(
-            lambda port=worker.engine_ports[0]: _answers(int(port)),  # type: ignore[misc]
-            f"the server of {worker.id} answers",
-        )
-
-
-def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-        return True
-    return False
+        port = int(worker.engine_ports[0])
+        wait_until(lambda: answers(port), f"the server of {worker.id} answers")  # noqa: B023
 
 
 def _ids(scheduler: Scheduler, role: str) -> list[str]:

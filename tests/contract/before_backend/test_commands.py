@@ -1,0 +1,106 @@
+"""Commands of a spec: their ports, errors, and the checks of when they are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
+from helmsman.rpc_server.ports import RANGE_VARIABLE
+from tests.contract.helpers import answers, wait_until
+
+
+def test_port_range_invalid(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RANGE_VARIABLE, "20000")
+    with pytest.raises(
+        errors.WorkerStartError, match=r"HELMSMAN_PORT_RANGE is '20000'; expected 'FIRST-LAST'"
+    ):
+        scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(port_count=1)]))
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (
+            "http.server {port3}",
+            (
+                "asks for {port3}, but the worker has 1 leased ports; set "
+                "SchedulingSpec.port_count to 4"
+            ),
+        ),
+        ("http.server 'unclosed", "No closing quotation"),
+    ],
+)
+def test_command_invalid(scheduler: Scheduler, role: str, command: str, reason: str) -> None:
+    with pytest.raises(errors.EngineCreationError) as caught:
+        scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cmd=command)]))
+    assert reason in str(caught.value)
+    with pytest.raises(errors.RoleNotFoundError):
+        scheduler.get_workers(role)
+
+
+def ports_of(scheduler: Scheduler, role: str) -> list[list[int]]:
+    return [[int(port) for port in worker.engine_ports] for worker in scheduler.get_workers(role)]
+
+
+def test_command_starts_slowly(scheduler: Scheduler, role: str) -> None:
+    spec = SchedulingSpec(cmd="tests.contract.slow_server {port} fail")
+    with pytest.raises(
+        errors.EngineCreationError,
+        match=r"exit code 3; it counts as ready when port \d+ accepts connections",
+    ):
+        scheduler.create_workers(Job(role=role, tasks=[spec]))
+    spec = SchedulingSpec(cmd="tests.contract.slow_server {port} serve")
+    scheduler.create_workers(Job(role=role, tasks=[spec]))
+    ((port,),) = ports_of(scheduler, role)
+    assert answers(port)
+
+
+_num_checks = 0
+
+
+def third_check(ports: list[int]) -> bool:
+    """Readiness check that passes at its third call in a process."""
+    global _num_checks
+    _num_checks += 1
+    assert len(ports) == 2, "the check gets both ports"
+    return _num_checks == 3
+
+
+def test_command_ready_check(scheduler: Scheduler, role: str) -> None:
+    spec = SchedulingSpec(
+        cmd="http.server 0", port_count=2, cmd_ready=f"{__name__}.{third_check.__name__}"
+    )
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    assert scheduler.call_engine(worker, "poll", "command") is None
+
+
+def test_command_ready_time(scheduler: Scheduler, role: str) -> None:
+    spec = SchedulingSpec(cmd="tests.contract.slow_server {port} serve", cmd_ready=0.01)
+    scheduler.create_workers(Job(role=role, tasks=[spec]))
+    ((port,),) = ports_of(scheduler, role)
+    wait_until(lambda: answers(port), "the server listens after the start")
+    with pytest.raises(errors.InvalidSpecError, match="cmd_ready is -1.0"):
+        scheduler.create_workers(
+            Job(role=f"{role}-2", tasks=[SchedulingSpec(cmd="http.server", cmd_ready=-1.0)])
+        )
+
+
+def test_command_never_ready(make_own: Callable[..., Scheduler], role: str) -> None:
+    spec = SchedulingSpec(cmd="http.server 0 --bind 127.0.0.1", cmd_ready=f"{__name__}.never")
+    with (
+        make_own(timeouts=Timeouts(create_engine_s=3.0)) as scheduler,
+        pytest.raises(errors.EngineCreationError) as caught,
+    ):
+        scheduler.create_workers(Job(role=role, tasks=[spec]))
+    assert "was not ready within 2.7 s; it counts as ready when" in str(caught.value)
+    assert "Set SchedulingSpec.cmd_ready, or raise Timeouts.create_engine_s" in str(caught.value)
+
+
+def never(ports: list[int]) -> bool:
+    """Readiness check that never passes."""
+    return False
