@@ -1,4 +1,4 @@
-"""Starts are atomic: every worker of the job is ready and published, or nothing of it remains."""
+"""Starts are atomic: all workers of the jobs are ready and published, or nothing remains."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
-from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.api.worker_group import ClusterConfig
+from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.engines import Counter
-from tests.contract.helpers import Driver, Engine, wait_gone, wait_until
+from tests.contract.group_workers import Member
+from tests.contract.groups import ON_CPU, Members
+from tests.contract.helpers import Driver, Engine, run_id, wait_gone, wait_until
+from tests.contract.marks import needs_processes, only_local, only_ray, ray_smoke
 from tests.processes import command_of
 
 TOO_MANY_PORTS = 60_000
 
 
 def _held_by_groups() -> dict[str, Any]:
-    """Ray's placement groups that are not removed, by id."""
+    """Return Ray's placement groups that are not removed, by id."""
     from ray.util.placement_group import placement_group_table
 
     return {
@@ -37,10 +41,11 @@ def _free() -> dict[str, float]:
     }
 
 
+@ray_smoke
 def test_create_workers_failure_leaves_nothing(
     backend: str, scheduler: Scheduler, shared_workers: list[str], role: str
 ) -> None:
-    """The second replica asks for more ports than there are, when all processes run already."""
+    """The second replica requests too many ports after all processes have started."""
     before = [status.worker_id for status in scheduler.status()]
     groups, free = (_held_by_groups(), _free()) if backend == "ray" else ({}, {})
     workers = _workers_of_this_machine()
@@ -56,16 +61,16 @@ def test_create_workers_failure_leaves_nothing(
     assert f"{TOO_MANY_PORTS} ports cannot be leased" in str(error)
     assert "All workers of the role were stopped" in str(error)
     assert [status.worker_id for status in scheduler.status()] == before
-    wait_until(lambda: not (_workers_of_this_machine() - workers), "its processes are gone")
+    wait_until(lambda: not (_workers_of_this_machine() - workers), "its processes have ended")
     if backend == "ray":
         wait_until(
             lambda: _held_by_groups().keys() == groups.keys(), "its placement group is removed"
         )
         wait_until(
             lambda: all(_free().get(name, 0) >= amount for name, amount in free.items()),
-            "what it held is free",
+            "its resources are free",
         )
-    assert scheduler.create_workers(Job(role=role)) == [f"{role}/0"], "the name is free again"
+    assert scheduler.create_workers(Job(role=role)) == [f"{role}/0"], "the name is free"
 
 
 def _workers_of_this_machine() -> set[int]:
@@ -77,21 +82,23 @@ def _workers_of_this_machine() -> set[int]:
     return found
 
 
-@pytest.mark.not_on("inline", "its workers have no log files")
-def test_create_workers_worker_ends(backend: str, scheduler: Scheduler, role: str) -> None:
-    """Its log cannot be opened, because a folder has the name."""
-    log_dir = scheduler._run.log_dir  # type: ignore[attr-defined]
-    (log_dir / f"{role}-1.log").mkdir()
+@ray_smoke
+@needs_processes
+def test_create_workers_worker_ends(scheduler: Scheduler, role: str) -> None:
+    """A worker cannot open its log, since a folder has that name."""
+    log = scheduler.log_dir / f"{role}-1.log"
+    log.mkdir()
     workers = _workers_of_this_machine()
     with pytest.raises(errors.WorkerStartError) as caught:
         scheduler.create_workers(Job(role=role, replicas=3))
     assert caught.value.worker_id == f"{role}/1"
-    wait_until(lambda: not (_workers_of_this_machine() - workers), "the other workers are gone too")
-    (log_dir / f"{role}-1.log").rmdir()
+    wait_until(lambda: not (_workers_of_this_machine() - workers), "the others have ended")
+    log.rmdir()
     assert len(scheduler.create_workers(Job(role=role, replicas=3))) == 3
 
 
-@pytest.mark.not_on("inline", "its workers start at once")
+@ray_smoke
+@needs_processes
 def test_create_workers_one_deadline(backend: str, make_own: Callable[..., Scheduler]) -> None:
     options: dict[str, Any] = (
         {"preload": ["tests.contract.slow_module"]} if backend == "local" else {}
@@ -103,80 +110,45 @@ def test_create_workers_one_deadline(backend: str, make_own: Callable[..., Sched
     assert "Timeouts.start_s" in str(caught.value)
     assert scheduler.status() == []
     scheduler.close()
-    wait_until(lambda: not (_workers_of_this_machine() - workers), "its processes are gone")
+    wait_until(lambda: not (_workers_of_this_machine() - workers), "its processes have ended")
 
 
-# --- more than there is ---------------------------------------------------------------------------
+# --- insufficient resources -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("replicas", "spec", "shortfall", "setting"),
-    [
-        (1, SchedulingSpec(cpu=999), "975 CPU", "Set SchedulingSpec.cpu to 24"),
-        (
-            1,
-            SchedulingSpec(gpu=9, ray_placement_strategy="separate"),
-            "1 GPU",
-            "Set SchedulingSpec.gpu to 8",
-        ),
-        (3, SchedulingSpec(cpu=0, gpu=3), "1 GPU", "Set Job.replicas to 2"),
-        (1, SchedulingSpec(mem=9000), "GB memory", "Set SchedulingSpec.mem to "),
-        (
-            1,
-            SchedulingSpec(resources={"license": 1}),
-            "1 license",
-            "Set SchedulingSpec.resources to {'license': 0}",
-        ),
-        (1, SchedulingSpec(accelerator_type="H9000"), "accelerator_type:H9000", "SchedulingSpec"),
-    ],
-)
-def test_create_workers_infeasible(
-    backend: str,
-    scheduler: Scheduler,
-    role: str,
-    replicas: int,
-    spec: SchedulingSpec,
-    shortfall: str,
-    setting: str,
-) -> None:
-    if backend != "ray" and spec.accelerator_type:
-        pytest.skip(f"{backend}: one machine offers no choice of nodes")
-    groups = _held_by_groups() if backend == "ray" else {}
+@ray_smoke
+@only_ray
+def test_create_workers_unknown_accelerator(scheduler: Scheduler, role: str) -> None:
+    groups = _held_by_groups()
+    spec = SchedulingSpec(accelerator_type="H9000")
     with pytest.raises(errors.PlacementInfeasibleError) as caught:
-        scheduler.create_workers(Job(role=role, replicas=replicas, tasks=[spec]))
-    assert shortfall in caught.value.shortfall
+        scheduler.create_workers(Job(role=role, tasks=[spec]))
+    assert "accelerator_type:H9000" in caught.value.shortfall
     assert role in str(caught.value)
-    assert setting in str(caught.value)
-    if backend == "ray":
-        assert _held_by_groups().keys() == groups.keys()
+    assert _held_by_groups().keys() == groups.keys()
 
 
-@pytest.mark.not_on("inline", "it has no devices to hand out")
+@ray_smoke
+@needs_processes
 def test_create_workers_names_own_holder(backend: str, scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(
         Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)])
     )
     groups = _held_by_groups() if backend == "ray" else {}
     with pytest.raises(errors.PlacementTimeoutError) as caught:
-        # at once: no other process would free the resources of this run
+        # Raises at once, since this run itself holds the devices.
         scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))
     assert f"{role}-holder" in caught.value.holders
     assert "2" in caught.value.free
     if backend == "ray":
         wait_until(lambda: _held_by_groups().keys() == groups.keys(), "its group is removed")
     scheduler.delete_workers(f"{role}-holder")
-    assert (
-        len(
-            scheduler.create_workers(
-                Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)])
-            )
-        )
-        == 3
-    )
+    job = Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)])
+    assert len(scheduler.create_workers(job)) == 3
 
 
-@pytest.mark.not_on("inline", "it has no devices to hand out")
-@pytest.mark.not_on("local", "its machine's devices are its own to hand out")
+@ray_smoke
+@only_ray
 def test_create_workers_waits_for_others(
     make_own: Callable[..., Scheduler], scheduler: Scheduler, role: str
 ) -> None:
@@ -192,16 +164,9 @@ def test_create_workers_waits_for_others(
         assert f"{role}-holder" in caught.value.holders
         wait_until(lambda: _held_by_groups().keys() == groups.keys(), "its group is removed")
         scheduler.delete_workers(f"{role}-holder")
-        # Ray gives a pending group what has become free within a second
-        other.timeouts = Timeouts()
-        assert (
-            len(
-                other.create_workers(
-                    Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)])
-                )
-            )
-            == 3
-        )
+        other.timeouts = Timeouts()  # Ray assigns free resources to a pending group in a second.
+        job = Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)])
+        assert len(other.create_workers(job)) == 3
 
 
 # --- devices --------------------------------------------------------------------------------------
@@ -209,7 +174,8 @@ def test_create_workers_waits_for_others(
 MASKS = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
-@pytest.mark.not_on("inline", "it has no devices to hand out")
+@ray_smoke
+@needs_processes
 def test_devices_visible_to_worker(scheduler: Scheduler, role: str) -> None:
     assert scheduler.n_gpus_per_node == 8
     workers = scheduler.create_workers(
@@ -221,22 +187,40 @@ def test_devices_visible_to_worker(scheduler: Scheduler, role: str) -> None:
     ]
     granted = [mask["CUDA_VISIBLE_DEVICES"].split(",") for mask in masks[:3]]
     assert all(len(ids) == 2 for ids in granted)
-    assert len({id_ for ids in granted for id_ in ids}) == 6, "no device is given twice"
-    assert masks[3]["CUDA_VISIBLE_DEVICES"] == "", "a worker that asked for none sees none"
+    assert len({id_ for ids in granted for id_ in ids}) == 6, "each device has one worker"
+    assert masks[3]["CUDA_VISIBLE_DEVICES"] == "", "a worker without devices sees none"
     assert {mask["ASCEND_RT_VISIBLE_DEVICES"] for mask in masks} == {""}
 
 
+def test_resource_manager_destroy_frees_devices(scheduler: Scheduler, role: str) -> None:
+    manager = ResourceManager(2, scheduler=scheduler, name=role)
+    config = ClusterConfig(device_mapping="0-1", num_cpus=0.5, env_vars=ON_CPU)
+    group = Members(f"{role}-group", Member, manager, config)
+    manager.destroy_placement_group()
+    manager.destroy_placement_group()
+    group.close()
+    wait_until(
+        lambda: all(node.num_free_devices == node.num_devices for node in scheduler.nodes()),
+        "all devices are free",
+    )
+    with pytest.raises(
+        errors.HelmsmanError,
+        match=f"'{role}' were released; create another ResourceManager for 'late'",
+    ):
+        manager.allocate_placement_group(1, holder="late")
+
+
 @pytest.mark.slow
-@pytest.mark.not_on("inline", "it has no devices to hand out")
+@needs_processes
 def test_devices_without_torch(backend: str, run_driver: Callable[..., Driver]) -> None:
-    """With a mask of its own in the environment, and where importing torch raises."""
+    """The script's environment has a mask, and torch cannot be imported."""
     variable, options = {
         "ray": ("ASCEND_RT_VISIBLE_DEVICES", "num_gpus=0, resources={'NPU': 8}"),
         "local": ("CUDA_VISIBLE_DEVICES", "num_gpus=8, accelerator='cuda'"),
     }[backend]
     driver = run_driver(
         f"""
-sys.modules["torch"] = None  # as if it were not installed: importing it raises
+sys.modules["torch"] = None  # makes its import raise
 with make({options}) as scheduler:
     scheduler.create_workers(Job(role="a", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=2)]))
     for index in range(2):
@@ -292,23 +276,7 @@ except errors.BackendNotInstalledError as error:
     driver.wait_nothing_left()
 
 
-def test_make_scheduler_unknown_backend() -> None:
-    with pytest.raises(
-        errors.UnknownBackendError,
-        match="there is no scheduler 'slurm'; choose one of: ray, local, inline",
-    ):
-        make_scheduler("slurm")
-
-
 # --- the forkserver of local workers --------------------------------------------------------------
-
-only_local = pytest.mark.usefixtures("local_alone")
-
-
-@pytest.fixture
-def local_alone(backend: str) -> None:
-    if backend != "local":
-        pytest.skip(f"{backend}: it has no forkserver")
 
 
 @only_local
@@ -329,7 +297,7 @@ def test_local_forkserver_dies(make_own: Callable[..., Scheduler]) -> None:
 def test_local_long_temporary_folder(
     make_own: Callable[..., Scheduler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path of a Unix socket has 107 bytes at most; a user's TMPDIR is longer now and then."""
+    """A user's TMPDIR may be longer than the 107 bytes of a Unix socket's path."""
     import tempfile
 
     long = tmp_path / ("x" * 100)
@@ -338,7 +306,5 @@ def test_local_long_temporary_folder(
     with make_own() as scheduler:
         (worker,) = scheduler.create_workers(Job(role="a"))
         assert Engine.create(scheduler, worker, Counter).call("add") == 1
-    assert [path for path in long.rglob("*") if not path.is_dir()] == [], (
-        "of the records of runs only their folder is left"
-    )
-    assert not list(long.glob(f"helmsman-{scheduler.run_id}-*"))  # type: ignore[attr-defined]
+    assert [path for path in long.rglob("*") if not path.is_dir()] == []
+    assert not list(long.glob(f"helmsman-{run_id(scheduler)}-*"))
