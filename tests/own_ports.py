@@ -1,4 +1,4 @@
-"""Ports that one test has to itself."""
+"""Ports that only one test uses."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-# Above the ephemeral ports of Linux, where nothing leases or binds any unasked.
+# Above the ephemeral ports of Linux, which the system may assign at any time.
 _FIRST, _LAST, _BLOCK = 61_000, 65_500, 256
 
 
 @contextlib.contextmanager
 def own_ports() -> Iterator[range]:
-    """A range of 255 free ports that no other test uses, in whatever process it runs: each test
-    holds the port before its range.
+    """Reserve 255 free ports for one test. The port before them is bound, so that tests in other
+    processes choose another range.
     """
     for first in range(_FIRST, _LAST - _BLOCK, _BLOCK):
         ports = range(first + 1, first + _BLOCK)

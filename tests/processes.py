@@ -1,4 +1,4 @@
-"""What tests ask of processes that may end at any moment."""
+"""Facts of processes that may end at any time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def command_of(process: psutil.Process) -> str:
-    """Its command line, "" if it has ended, reaped or not."""
+    """Return the command line of a process, "" if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""What `import helmsman` offers. A change here is a change for users: make it on purpose."""
+"""Tests of the public names of `helmsman`. A change here changes the interface for users."""
 
 from __future__ import annotations
 
@@ -99,14 +99,17 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_public_module_resolves_lazily(name: str) -> None:
-    code = (
-        f"import sys, helmsman; assert 'helmsman.{name}' not in sys.modules; "
-        f"assert '{name}' in dir(helmsman); m = helmsman.{name}; "
-        f"[getattr(m, each) for each in {MODULES[name]!r}]; "
-        "assert not {'ray', 'torch'} & set(sys.modules)"
-    )
+def test_public_modules_resolve_lazily() -> None:
+    code = f"""
+import sys, helmsman
+modules = {MODULES!r}
+assert not {{f"helmsman.{{name}}" for name in modules}} & set(sys.modules)
+assert set(modules) <= set(dir(helmsman))
+for name, names in modules.items():
+    for each in names:
+        getattr(getattr(helmsman, name), each)
+assert not {{"ray", "torch"}} & set(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -130,7 +133,7 @@ def test_async_form_has_signature_of_blocking_form(owner: str) -> None:
         blocks, awaits = getattr(cls, name), getattr(cls, f"async_{name}")
         ours, theirs = inspect.signature(blocks), inspect.signature(awaits)
         assert ours.parameters == theirs.parameters, name
-        if name != "stream":  # an iterator, and an asynchronous one
+        if name != "stream":  # returns an iterator, and an asynchronous one
             assert inspect.iscoroutinefunction(inspect.unwrap(awaits)) or hasattr(
                 awaits, "__wrapped__"
             )
@@ -139,7 +142,7 @@ def test_async_form_has_signature_of_blocking_form(owner: str) -> None:
 
 @pytest.mark.parametrize("owner", TWO_FORMS)
 def test_no_other_name_for_an_async_form(owner: str) -> None:
-    """A public coroutine is the ``async_`` form of a blocking method, but for the field's names."""
+    """A public coroutine is the ``async_`` form of a blocking method, or one of the kept names."""
     cls = getattr(helmsman, owner)
     kept = {"create_engine", "set_worker_env", "check_health", "inject", "kill_worker"}
     kept |= {"preemption_notices", "probe_rendezvous", "explain"}
@@ -152,21 +155,19 @@ def test_testing_all_names() -> None:
     assert sorted(helmsman.testing.__all__) == sorted(TESTING)
 
 
-@pytest.mark.parametrize("name", TESTING)
-def test_testing_name_resolves(name: str) -> None:
-    assert getattr(helmsman.testing, name) is not None
+def test_testing_names_resolve() -> None:
+    assert all(getattr(helmsman.testing, name) is not None for name in TESTING)
 
 
 def test_dir_lists_public_names() -> None:
     assert set(PUBLIC) <= set(dir(helmsman))
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_name_has_docstring(name: str) -> None:
-    value = getattr(helmsman, name)
-    assert value is getattr(helmsman, name)
-    if callable(value):
-        assert value.__doc__
+def test_public_names_have_docstrings() -> None:
+    for name in PUBLIC:
+        value = getattr(helmsman, name)
+        assert value is getattr(helmsman, name)
+        assert value.__doc__ or not callable(value), name
 
 
 def test_unknown_name() -> None:
@@ -180,9 +181,7 @@ def test_star_import() -> None:
 
 
 def test_version_written_once() -> None:
-    """pyproject.toml reads the version from the package, so an installed and a copied Helmsman
-    agree.
-    """
+    """pyproject.toml reads the version from the package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {
@@ -193,7 +192,7 @@ def test_version_written_once() -> None:
 
 @pytest.mark.parametrize("arguments", [["--version"], ["doctor", "--json"]])
 def test_command_line_without_installation(arguments: list[str], tmp_path: Path) -> None:
-    """Only PYTHONPATH leads to the sources, and no metadata of an installed package is there."""
+    """PYTHONPATH leads to the sources, and there is no metadata of an installed package."""
     for package in (msgspec, cloudpickle):
         folder = Path(package.__file__).parent  # type: ignore[arg-type]
         (tmp_path / folder.name).symlink_to(folder)

@@ -1,4 +1,4 @@
-"""A local worker's socket accepts only peers of this run, whatever bytes others send."""
+"""Tests that a local worker's socket accepts only peers of its run, and survives other bytes."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def engine(scheduler: LocalScheduler) -> Engine:
 
 @pytest.fixture
 def path(scheduler: LocalScheduler) -> str:
-    """The worker's socket. Only a process that may read the run's folder can know it."""
+    """The worker's socket, in the folder of the run."""
     (socket_path,) = scheduler._backend._run_dir.glob("*.sock")  # type: ignore[attr-defined]
     return str(socket_path)
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -64,7 +64,7 @@ class Bomb:
 
 
 def _frames(target: str) -> list[bytes]:
-    """Genuine messages as they would follow a proof, some with a bomb inside."""
+    """Return messages of an authenticated peer, some of which contain a bomb."""
     payload = to_wire(encode(((Bomb(target),), {})))[0]
     handles = WirePayload(pickle.dumps(()), [], [], pickle.dumps([Bomb(target)]), None)
     requests = [
@@ -93,7 +93,7 @@ def _mutated(message: bytes, rng: random.Random) -> bytes:
         return rng.randbytes(rng.randrange(1, 400))
     if kind == 1:
         return bytes(data[: rng.randrange(len(data))])
-    if kind == 2:  # a length that cannot be, or that never comes
+    if kind == 2:  # an invalid length, or one of missing bytes
         size = rng.choice([-1, -2, -(2**31), 2**31 - 1, 1 << 30, (1 << 30) + 1, 0])
         return struct.pack("!i", size) + bytes(data[4:])
     if kind == 3:  # Connection's escape for more than 2 GiB
@@ -111,7 +111,7 @@ def _send(path: str, messages: list[bytes]) -> None:
             for message in messages:
                 peer.sendall(message)
         except (ConnectionError, TimeoutError, BlockingIOError):
-            return  # closed on us, or its queue is full of others like us: as it should be
+            return  # the server has closed the connection, or its backlog is full
 
 
 def test_local_server_foreign_bytes(engine: Engine, path: str, tmp_path: Path) -> None:
@@ -163,12 +163,10 @@ def test_connect_full_backlog(tmp_path: Path) -> None:
             connecting.result(LIMIT_S)
 
 
-def test_local_server_nonsense_of_own_peer(
+def test_local_server_invalid_of_own_peer(
     scheduler: LocalScheduler, engine: Engine, path: str
 ) -> None:
-    """It proved itself, so it could do anything; an accident of its own still costs only its
-    connection.
-    """
+    """Invalid bytes of an authenticated peer end only its connection."""
     proved = connect(path, scheduler._backend._key, 5.0)  # type: ignore[attr-defined]
     with proved:
         proved.sendall(struct.pack("!i", 5) + b"\xc1\xc1\xc1\xc1\xc1")
@@ -199,25 +197,25 @@ def test_local_server_other_user(engine: Engine, path: str) -> None:
     assert engine.call("add", 0) >= 0
 
 
-class Liar(Counter):
-    """Says what its worker does not mean."""
+class WrongReplies(Counter):
+    """Sends invalid replies."""
 
     def answer_for(self, request_id: int, payload: WirePayload) -> None:
-        """Reply to another request that its worker has not answered yet."""
+        """Reply to a pending request of another call."""
         (server,) = (each for each in gc.get_objects() if type(each) is ChannelServer)
         (peer,) = server._peers.values()
         peer.send(wire.encode_frame(wire.ReplyFrame(Reply(request_id, False), payload)), None)
 
 
 @pytest.mark.parametrize(
-    "payload", [WirePayload(b"nonsense"), WirePayload(b"nonsense", handles=b"nonsense")]
+    "payload", [WirePayload(b"invalid"), WirePayload(b"invalid", handles=b"invalid")]
 )
-def test_transport_nonsense_reply(
+def test_transport_invalid_reply(
     scheduler: LocalScheduler, payload: WirePayload, tmp_path: Path
 ) -> None:
-    (worker,) = scheduler.create_workers(Job(role="liar"))
+    (worker,) = scheduler.create_workers(Job(role="wrong"))
     try:
-        engine = Engine.create(scheduler, worker, Liar)
+        engine = Engine.create(scheduler, worker, WrongReplies)
         with held(engine, Gate(tmp_path), "async_wait") as answered_falsely:
             (request_id,) = scheduler._roles.client(worker).transport._awaited  # type: ignore[attr-defined]
             engine.call("answer_for", request_id, payload)
@@ -225,14 +223,14 @@ def test_transport_nonsense_reply(
                 answered_falsely.result(LIMIT_S)
             assert engine.call("add") == 2
     finally:
-        scheduler.delete_workers("liar")
+        scheduler.delete_workers("wrong")
 
 
 class Busy(Counter):
-    """Has work of its own on the event loop."""
+    """Has a task on the event loop."""
 
     async def begin(self, ended: str) -> None:
-        """Work until it is cancelled, and make this file then."""
+        """Start a task that creates a file when it is cancelled."""
 
         async def work() -> None:
             try:
@@ -253,7 +251,7 @@ def test_worker_end_cancels_event_loop_tasks(tmp_path: Path) -> None:
         call = engine.begin("async_wait", str(started), str(tmp_path / "never"))
         wait_until(started.exists, "the call is in flight")
         scheduler.delete_workers("busy")
-        assert isinstance(call.exception(LIMIT_S), WorkerFailedError), "no answer of the engine's"
+        assert isinstance(call.exception(LIMIT_S), WorkerFailedError), "the engine has not replied"
         assert ended.exists()
     logs = "".join(path.read_text() for path in (tmp_path / "logs").rglob("*.log"))
     assert "pending" not in logs, logs

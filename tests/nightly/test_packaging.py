@@ -1,4 +1,4 @@
-"""The contents of the distributions; the installed wheel runs without the source tree."""
+"""Tests of the contents of the distributions, and of the installed wheel without the sources."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-
-pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
 
 def _run(*command: str | Path, cwd: Path) -> str:
-    """Output of a command that finds no sources of ours by its environment."""
+    """Return the output of a command that does not find our sources by its environment."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=90, check=False
@@ -30,7 +28,7 @@ def _run(*command: str | Path, cwd: Path) -> str:
 
 
 def _build(kind: str, source: Path, folder: Path) -> Path:
-    """Build a distribution as pip does, in the environment of the tests; returns its path."""
+    """Build a distribution like pip, in the environment of the tests, and return its path."""
     program = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     _run(sys.executable, "-c", program, str(folder), cwd=source)
     (built,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
@@ -44,7 +42,7 @@ def tracked() -> set[str]:
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if listed.returncode != 0:
-        pytest.skip("not a git checkout, so it is not known which files are tracked")
+        pytest.skip("not a git checkout, so the tracked files are unknown")
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
 
 
@@ -78,14 +76,12 @@ def test_sdist_has_tracked_files(sdist: Path, tracked: set[str]) -> None:
         for name in names
         if name in ("PKG-INFO", "setup.cfg") or name.startswith("helmsman.egg-info/")
     }
-    hidden = {
-        name for name in tracked if name.startswith(".")
-    }  # of the repository itself: CI, what git ignores
+    hidden = {name for name in tracked if name.startswith(".")}  # files of the repository itself
     assert {"README.md", "Makefile", "tests/conftest.py", "helmsman/py.typed"} <= names
     assert names - made == tracked - hidden
 
 
-def test_wheel_has_package_alone(wheel: Path, tracked: set[str]) -> None:
+def test_wheel_has_only_package(wheel: Path, tracked: set[str]) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (info,) = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name}
         names = {name for name in archive.namelist() if not name.startswith(info)}
@@ -102,7 +98,7 @@ def test_wheel_has_package_alone(wheel: Path, tracked: set[str]) -> None:
 
 
 def test_wheel_runs_readme_elsewhere(wheel: Path, tmp_path: Path) -> None:
-    """In a fresh environment, which finds the other packages of this one by a .pth file."""
+    """A fresh environment finds the other packages by a .pth file."""
     home, elsewhere = tmp_path / "venv", tmp_path / "elsewhere"
     elsewhere.mkdir()
     _run(sys.executable, "-m", "venv", "--without-pip", home, cwd=elsewhere)
@@ -123,7 +119,7 @@ def test_wheel_runs_readme_elsewhere(wheel: Path, tmp_path: Path) -> None:
     )
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     found = _run(python, "-c", "import helmsman; print(helmsman.__file__)", cwd=elsewhere)
-    assert Path(found.strip()).is_relative_to(home), "it is the installed one"
+    assert Path(found.strip()).is_relative_to(home), "the installed package is imported"
 
     example = elsewhere / "example.py"
     example.write_text(

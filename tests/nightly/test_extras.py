@@ -1,0 +1,22 @@
+"""Tests that engines and recipes name the command that installs transformers."""
+
+from __future__ import annotations
+
+from helmsman.api.extras import install_command
+from tests.without_packages import CREATE, run_without
+
+
+def test_engine_names_install_command() -> None:
+    output = run_without(["transformers"], CREATE)
+    assert "FSDPTrainEngine needs the package 'transformers', which is not installed" in output
+    assert install_command("transformers") in output
+
+
+def test_grpo_hf_names_install_command() -> None:
+    begin = (
+        "from helmsman.recipes.command import main; print(main('grpo', ['--config', 'cpu_smoke']))"
+    )
+    output = run_without(["transformers"], f"sys.stderr = sys.stdout\n{begin}")
+    assert "the tokenizer of a model folder needs the package 'transformers'" in output
+    assert install_command("transformers") in output
+    assert output.endswith("2\n")
