@@ -256,5 +256,5 @@ def check_unanswered_call(lives_s: int, **environment: str) -> None:
     Ray's own client blocks the thread of such a call for ever, and ends the process once it has
     failed to reconnect.
     """
-    lines = reports_of(STUCK, str(lives_s), **environment)
+    lines = reports_of(STUCK, str(lives_s), **environment)  # type: ignore[arg-type]
     assert lines == ["['lost', 'lost'] held by Ray: True", "alive"]
