@@ -1,4 +1,4 @@
-"""Files and settings that the tests of the GRPO recipe share."""
+"""Files and settings shared by the tests of the GRPO recipe."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SUMS = [
 
 
 def write_jsonl(path: Path, entries: Sequence[dict[str, Any]] = SUMS) -> Path:
-    """A line for each entry; returns the path."""
+    """Write a line for each entry; returns the path."""
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return path
 
 
 def completed(text: str) -> asyncio.Future[Completion]:
-    """An answer that is complete: one token, decoded to this text."""
+    """Return a complete answer of one token, which decodes to this text."""
     result = GenerationResult(
         request_id="r", token_ids=[7], logprobs=[0.0], versions=[0], stop_reason="stop"
     )
@@ -39,5 +39,5 @@ def completed(text: str) -> asyncio.Future[Completion]:
 
 
 def settings(*overrides: tuple[str, str], name: str = "cpu_smoke.yaml") -> GRPOSettings:
-    """Those of a file of the example, with values on top."""
+    """Load the settings of a file of the recipe, with overrides."""
     return config.load(GRPOSettings, CONFIGS / name, overrides)

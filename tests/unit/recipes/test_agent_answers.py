@@ -1,4 +1,4 @@
-"""Sessions of agents as answers: those that a restarted run uses again, and their rewards."""
+"""Test sessions of agents as answers: their rewards, and their reuse by a restarted run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAW = Draw(number=3, row=ROW, seeds=[1])
 
 
 class Sessions:
-    """An agent that counts its sessions, and rates each with its number."""
+    """An agent that counts its sessions and returns the count as reward."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -60,7 +60,7 @@ def made(
 
 
 @pytest.mark.asyncio
-async def test_finished_session_is_used_again_after_a_restart(gateway: AgentGateway) -> None:
+async def test_session_reused_after_restart(gateway: AgentGateway) -> None:
     agent = Sessions()
     assert await reward_at(made(gateway, agent), 8) == 1.0
     restarted = made(gateway, agent)
@@ -72,7 +72,7 @@ async def test_finished_session_is_used_again_after_a_restart(gateway: AgentGate
 
 
 @pytest.mark.asyncio
-async def test_session_of_lost_weights_is_not_used(
+async def test_session_of_lost_weights(
     gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Constant, "version", 7)
@@ -80,14 +80,14 @@ async def test_session_of_lost_weights_is_not_used(
     answers = made(gateway, agent)
     assert await reward_at(answers, 8) == 1.0
     assert await reward_at(made(gateway, agent, first_step=8), 8) == 1.0
-    # The last checkpoint is that of step 5: steps 6 and 7 come again, with other weights.
+    # The last checkpoint is that of step 5: steps 6 and 7 run again, with other weights.
     assert await reward_at(made(gateway, agent, first_step=6), 8) == 2.0
     answers.begin(6)  # the same after a recovery within the script
     assert await reward_at(answers, 8) == 3.0
 
 
 @pytest.mark.asyncio
-async def test_truncated_session_of_an_agent_that_fails(gateway: AgentGateway) -> None:
+async def test_truncated_session_of_failed_agent(gateway: AgentGateway) -> None:
     async def endless(session: AgentSession) -> None:
         while True:
             await session.complete([{"role": "user", "content": "a"}])
@@ -114,7 +114,7 @@ async def test_truncated_session_of_an_agent_that_fails(gateway: AgentGateway) -
         (None, None, "the agent returned None; expected its reward, a mapping with 'reward', or"),
     ],
 )
-async def test_reward_that_is_no_number(
+async def test_reward_not_finite(
     gateway: AgentGateway, given: Any, returned: Any, message: str
 ) -> None:
     async def agent(session: AgentSession) -> Any:
@@ -128,7 +128,7 @@ async def test_reward_that_is_no_number(
 
 
 @pytest.mark.asyncio
-async def test_agent_that_does_not_end(gateway: AgentGateway) -> None:
+async def test_agent_timeout(gateway: AgentGateway) -> None:
     async def agent(session: AgentSession) -> None:
         await asyncio.Event().wait()
 
@@ -146,13 +146,13 @@ async def test_agent_that_does_not_end(gateway: AgentGateway) -> None:
         ("solve", r"there is no agent 'solve'; expected 'module:function' or"),
     ],
 )
-def test_agent_that_cannot_be_loaded(use: str, message: str) -> None:
+def test_find_agent_unknown(use: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_agent(use, {})
 
 
 @pytest.mark.asyncio
-async def test_agents_that_are_objects(gateway: AgentGateway) -> None:
+async def test_agent_object_and_signature(gateway: AgentGateway) -> None:
     class Callable:
         async def __call__(self, session: AgentSession) -> float:
             await session.complete([{"role": "user", "content": "a"}])
@@ -164,7 +164,7 @@ async def test_agents_that_are_objects(gateway: AgentGateway) -> None:
 
 
 @pytest.mark.asyncio
-async def test_agent_that_posts_a_reward_and_fails_is_not_kept(gateway: AgentGateway) -> None:
+async def test_session_of_failed_agent_with_posted_reward(gateway: AgentGateway) -> None:
     class Failing(Sessions):
         async def run(self, session: AgentSession) -> float:
             reward = await super().run(session)

@@ -26,7 +26,7 @@ def test_choose_threads_of_roles_that_alternate(monkeypatch: pytest.MonkeyPatch)
     cores = str(num_cores())
     assert [job.tasks[0].env_vars["OMP_NUM_THREADS"] for job in make_jobs(found)] == [cores, cores]
     assert sum(job.tasks[0].cpu for job in make_jobs(found)) == num_cores(), (
-        "they fit beside each other"
+        "the roles fit beside each other"
     )
     assert f"the roles alternate on {cores} cores" in {choice.reason for choice in choices}
 

@@ -1,4 +1,4 @@
-"""pass@k against its definition, and figures by source."""
+"""Test pass@k against its definition, and the figures of each source."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def row(answer: int, source: str) -> Row:
 
 async def test_evaluate_all_and_each_source() -> None:
     rows = [row(0, "a"), row(1, "a"), row(2, "b")]
-    asked: list[SamplingParams] = []
+    used: list[SamplingParams] = []
 
     async def judge(row: Row, sampling: SamplingParams) -> bool:
-        asked.append(sampling)
+        used.append(sampling)
         if sampling.temperature == 0:
             return bool(row.answer == 2)
         assert sampling.seed is not None
@@ -53,7 +53,7 @@ async def test_evaluate_all_and_each_source() -> None:
     assert found["all"].pass_at_k[4] == pytest.approx(
         (2 * found["a"].pass_at_k[4] + found["b"].pass_at_k[4]) / 3
     )
-    drawn = [each for each in asked if each.temperature]
+    drawn = [each for each in used if each.temperature]
     assert len(drawn) == 12
     assert len({each.seed for each in drawn}) == 12
     assert {

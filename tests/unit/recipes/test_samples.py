@@ -1,4 +1,4 @@
-"""Sample tables: rows in a file that follows a recovery, and lines for the console."""
+"""Test sample tables: rows in a file that a recovery rewinds, and lines for the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers by name: what is told where, and what is said where a package is missing."""
+"""Test trackers: their output, and the error when a package is missing."""
 
 from __future__ import annotations
 
