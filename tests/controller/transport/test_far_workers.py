@@ -32,7 +32,6 @@ from tests.contract.conftest import gate  # noqa: F401 - a fixture of these test
 from tests.contract.engines import Counter, release_interpreter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, stop, wait_until
 
-pytestmark = pytest.mark.slow
 SEGMENTS = "helmsman.controller._ray_backend.transport.HAS_SEGMENTS"
 _numbers = itertools.count()
 
