@@ -9,7 +9,6 @@ import pytest
 from tests.multinode.conftest import (
     base,
     fleet,
-    gate,
     left_as_found,
     make_run,
     nodes,
@@ -18,7 +17,7 @@ from tests.multinode.conftest import (
     sort_by_cluster,
 )
 
-__all__ = ["base", "fleet", "gate", "left_as_found", "make_run", "nodes", "open_nodes", "run"]
+__all__ = ["base", "fleet", "left_as_found", "make_run", "nodes", "open_nodes", "run"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

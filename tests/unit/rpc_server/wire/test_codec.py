@@ -71,7 +71,7 @@ def test_decode_values_private_and_writable() -> None:
     got["array"] += 1
     got["bytes"][0] = 1
     assert not sent["array"].any()  # type: ignore[attr-defined]
-    assert not sent["bytes"][0]
+    assert not sent["bytes"][0]  # type: ignore[index]
     read_only = np.arange(5000)
     read_only.flags.writeable = False
     assert not round_trip(read_only).flags.writeable
