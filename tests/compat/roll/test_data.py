@@ -1,4 +1,4 @@
-"""ROLL's DataProto: rows of tensors and objects, with its functions of them."""
+"""Test the DataProto of ROLL, rows of tensors and objects, and its functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(num: int = 4, **meta: Any) -> DataProto:
     )
 
 
-def test_rows_of_all_kinds() -> None:
+def test_data_proto_rows() -> None:
     data = make(step=3)
     assert len(data) == 4
     assert data.batch["ids"].shape == (4, 2)
@@ -39,7 +39,7 @@ def test_rows_of_all_kinds() -> None:
         DataProto({"x": torch.zeros(2)}, {"y": np.zeros(3)})
 
 
-def test_getitem_by_every_kind_of_index() -> None:
+def test_data_proto_getitem() -> None:
     data = make()
     assert data["score"].tolist() == [0.0, 1.0, 2.0, 3.0]
     for item, expected in (
@@ -56,7 +56,7 @@ def test_getitem_by_every_kind_of_index() -> None:
         assert len(rows) == len(expected) == len(rows.non_tensor_batch["text"])
 
 
-def test_select_and_pop() -> None:
+def test_data_proto_select_and_pop() -> None:
     data = make(step=3)
     chosen = data.select(["ids"], [], [])
     assert [*chosen.rows.columns] == ["ids"] and chosen.meta_info == {}
@@ -68,7 +68,7 @@ def test_select_and_pop() -> None:
     assert "ids" in data.batch.keys()  # noqa: SIM118 - a TensorDict has rows
 
 
-def test_changes_in_place() -> None:
+def test_data_proto_changes_in_place() -> None:
     data = make()
     assert data.rename("score", "reward") is data
     data.reorder(torch.tensor([3, 2, 1, 0]))
@@ -82,14 +82,14 @@ def test_changes_in_place() -> None:
         data.union(DataProto.from_single_dict({"more": torch.zeros(4)}))
 
 
-def test_repeat_and_chunk() -> None:
+def test_data_proto_repeat_and_chunk() -> None:
     data = make(3)
     assert data.repeat(2)["score"].tolist() == [0, 0, 1, 1, 2, 2]
     assert data.repeat(2, interleave=False)["score"].tolist() == [0, 1, 2, 0, 1, 2]
     assert [len(part) for part in data.chunk(2)] == [2, 1]
 
 
-def test_group_by() -> None:
+def test_data_proto_group_by() -> None:
     groups = make().group_by("text")
     assert {name: rows["score"].tolist() for name, rows in groups.items()} == {
         "t0": [0.0, 2.0],
@@ -100,7 +100,7 @@ def test_group_by() -> None:
         make().group_by("absent")
 
 
-def test_concat_merges_metrics() -> None:
+def test_data_proto_concat() -> None:
     parts = [
         make(2, metrics={"loss": 1.0, "own": [4]}, step=1, times=[1]),
         make(1, metrics={"loss": [2.0, 3.0]}, step=2, times=2),
@@ -114,7 +114,7 @@ def test_concat_merges_metrics() -> None:
     }
 
 
-def test_padding_and_back() -> None:
+def test_pad_dataproto() -> None:
     padded, num = pad_dataproto_to_divisor(make(3, step=1), 4)
     assert (len(padded), num, padded.meta_info) == (4, 1, {"step": 1})
     assert padded["score"].tolist() == [0.0, 1.0, 2.0, 2.0]
@@ -122,13 +122,13 @@ def test_padding_and_back() -> None:
     assert unpad_dataproto(make(2), 0)["score"].tolist() == [0.0, 1.0]
 
 
-def test_arrays_of_different_shapes_are_joined() -> None:
+def test_custom_np_concatenate_shapes() -> None:
     assert custom_np_concatenate([np.zeros((2, 3)), np.ones((1, 3))]).shape == (3, 3)
     joined = custom_np_concatenate([np.zeros((2, 3)), np.ones((1, 2))])
     assert joined.dtype == object and [row.shape for row in joined] == [(3,), (3,), (2,)]
 
 
-def test_reduce_metrics_by_name() -> None:
+def test_reduce_metrics() -> None:
     values = [1.0, 2.0, 6.0]
     names = ("plain", "loss@max", "loss_sum", "time@p50")
     reduced = reduce_metrics({**dict.fromkeys(names, values), "number": 5, "none": []}, np.min)
