@@ -1,6 +1,4 @@
-"""An engine that draws random numbers; its module loads the libraries for that, as those of train
-engines do.
-"""
+"""An engine that draws random numbers; its module imports the libraries, as train engines do."""
 
 from __future__ import annotations
 
@@ -11,15 +9,15 @@ import torch
 
 
 class Drawing:
-    """Draws when it is constructed and when it is asked."""
+    """Draws random numbers in its constructor and in calls."""
 
     def __init__(self) -> None:
         self.first = self.draw()
 
     def draw(self) -> tuple[float, float, float]:
-        """One number of each random generator that configure seeds."""
+        """Draw a number from each random generator that configure seeds."""
         return random.random(), float(numpy.random.random()), float(torch.rand(()))
 
     def drawn_first(self) -> tuple[float, float, float]:
-        """The numbers that the constructor drew."""
+        """Return the numbers of the constructor."""
         return self.first

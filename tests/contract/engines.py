@@ -1,4 +1,4 @@
-"""Engines of the contract tests. They import nothing heavy at the top, so workers start fast."""
+"""Engines of the contract tests; imports at the top are light, so that workers start fast."""
 
 from __future__ import annotations
 
@@ -23,17 +23,13 @@ from typing import Any, NoReturn
 from helmsman.testing.contract_engine import CountingEngine, wait_for_file
 
 _MOST_LOOKS = 2_000_000_000
-"""Some minutes of looks at a byte in memory, so that a failed test leaves no process that computes
-for ever.
-"""
+"""Limit of hold_interpreter, so that a failed test leaves no process that computes for ever."""
 
 
 def hold_interpreter(started: str) -> None:
-    """Write the file ``started``, then hold the interpreter's lock in C code until
-    release_interpreter changes the file.
+    """Write the file ``started``, then hold the interpreter's lock until it changes.
 
-    Neither the iterator nor what it calls is Python code, so the lock is never offered to another
-    thread.
+    Neither the iterator nor its function is Python code, so no other thread gets the lock.
     """
     Path(started).write_bytes(b"0")
     with open(started, "rb") as file, mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ) as page:
@@ -42,7 +38,7 @@ def hold_interpreter(started: str) -> None:
 
 
 def release_interpreter(started: str) -> None:
-    """End hold_interpreter, from another process."""
+    """End hold_interpreter of another process."""
     with open(started, "r+b") as file:
         file.write(b"1")
 
@@ -56,24 +52,19 @@ def hold_memory(num_bytes: int) -> None:
 
 
 class Counter(CountingEngine):
-    """Counts the calls that ran, and does much besides."""
+    """An engine that counts its calls, with methods for faults and payloads."""
 
     def __init__(self, start: int = 0) -> None:
         super().__init__(start)
-        self.limit = start
         self.destroyed = ""
 
     def note_number(self, index: int, _: Any) -> None:
-        """Remember that this call came."""
+        """Append the index of a call to the log."""
         self.log.append(str(index))
 
     def numbers(self) -> list[int]:
-        """The calls that came, in their order."""
+        """Return the indices of the calls, in order."""
         return [int(index) for index in self.log]
-
-    def describe(self, value: Any) -> str:
-        """The type of a value, as it arrived."""
-        return f"{type(value).__module__}.{type(value).__qualname__}"
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in the worker."""
@@ -89,11 +80,11 @@ class Counter(CountingEngine):
         self.parked.set()
 
     def hold_interpreter(self, started: str, release: str) -> None:
-        """As wait, with the interpreter's lock held; ``release_interpreter(started)`` ends it."""
+        """Hold the interpreter's lock until ``release_interpreter(started)``."""
         hold_interpreter(started)
 
     async def async_hold_interpreter(self, started: str, release: str) -> None:
-        """As hold_interpreter, on the event loop."""
+        """Hold the interpreter's lock on the event loop."""
         hold_interpreter(started)
 
     def sleep_with_interpreter(self, seconds: float) -> None:
@@ -101,29 +92,29 @@ class Counter(CountingEngine):
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     async def block_loop(self, started: str, release: str) -> None:
-        """An async method that wrongly blocks its event loop."""
+        """Block the event loop until ``release`` exists."""
         Path(started).touch()
         wait_for_file(release)
 
     def refuse_threads(self) -> None:
-        """Leave this process less address space than the stack of a new Python thread takes."""
+        """Leave less address space than the stack of a new Python thread needs."""
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), most))
         threading.stack_size(4 << 30)
 
     def allow_threads(self) -> None:
-        """Take refuse_threads back."""
+        """Undo refuse_threads."""
         threading.stack_size(0)
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     def environ(self, *names: str) -> dict[str, str | None]:
-        """Variables of the worker."""
+        """Return environment variables of the worker."""
         return {name: os.environ.get(name) for name in names}
 
     def _secret(self) -> None:
-        """Not callable from outside."""
+        """A private method."""
 
     @functools.cached_property
     def broken_once(self) -> NoReturn:
@@ -138,23 +129,19 @@ class Counter(CountingEngine):
     # --- failures ---------------------------------------------------------------------------------
 
     def fail(self, kind: str) -> NoReturn:
-        """Raise one of the awkward exceptions below, or a built-in one by name."""
+        """Raise the exception that make_error makes."""
         raise make_error(kind)
 
     async def async_fail(self, kind: str) -> NoReturn:
-        """As fail, on the event loop."""
+        """Raise it on the event loop."""
         raise make_error(kind)
 
-    def exit(self) -> NoReturn:
-        """sys.exit, which is no death."""
-        sys.exit(7)
-
     def unpicklable(self) -> Any:
-        """A result with a lock deep inside."""
+        """Return a value with a nested lock."""
         return {"model": [1, {"lock": threading.Lock()}]}
 
     async def async_unpicklable(self) -> Any:
-        """As unpicklable."""
+        """Return a value with a nested lock."""
         return {"model": [1, {"lock": threading.Lock()}]}
 
     # --- deaths -----------------------------------------------------------------------------------
@@ -175,27 +162,27 @@ class Counter(CountingEngine):
     # --- data -------------------------------------------------------------------------------------
 
     def make(self, num_bytes: int) -> Any:
-        """An array of that many bytes, each 7."""
+        """Return an array of ``num_bytes`` bytes of value 7."""
         import numpy
 
         return numpy.full(num_bytes, 7, dtype=numpy.uint8)
 
     def total(self, *arrays: Any) -> int:
-        """The sum over arrays or tensors."""
+        """Return the sum of arrays or tensors."""
         return sum(int(each.sum()) for each in arrays)
 
     def fill(self, array: Any, value: float) -> Any:
-        """Write to an argument, and return it."""
+        """Write to an array and return it."""
         array[...] = value
         return array
 
     def destroy(self) -> None:
-        """Tell that it was called, where a test asked for that."""
+        """Create the file of announce_destroy."""
         if self.destroyed:
             Path(self.destroyed).touch()
 
     def announce_destroy(self, path: str) -> None:
-        """Have destroy make this file."""
+        """Set the file that destroy creates."""
         self.destroyed = path
 
 
@@ -203,7 +190,7 @@ class NeverDestroyed:
     """An engine whose async destroy never ends."""
 
     async def destroy(self) -> None:
-        """Wait for ever, until the event loop ends."""
+        """Wait until the event loop ends."""
         await asyncio.Event().wait()
 
 
@@ -214,8 +201,8 @@ class Failing:
         raise make_error(kind)
 
 
-class Strange:
-    """An engine whose attributes are code of its own."""
+class Unreadable:
+    """An engine whose __getattr__ raises."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "model_parallel_group":
@@ -223,19 +210,19 @@ class Strange:
         raise RuntimeError("no attribute for you")
 
     def known(self) -> int:
-        """A method that is there."""
+        """Return 1."""
         return 1
 
 
 class Slow:
-    """An engine whose constructor blocks until a file is made."""
+    """An engine whose constructor waits for a file."""
 
     def __init__(self, started: str, release: str) -> None:
         Path(started).touch()
         wait_for_file(release)
 
     def ready(self) -> bool:
-        """Say so."""
+        """Return True."""
         return True
 
 
@@ -255,14 +242,14 @@ class TwoArgumentsError(Exception):
 
 
 class SilentError(Exception):
-    """An exception whose text cannot be made."""
+    """An exception whose __str__ raises."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
 def make_error(kind: str) -> BaseException:
-    """An exception by name."""
+    """Make an exception by name."""
     if kind == "WithLockError":
         return WithLockError()
     if kind == "TwoArgumentsError":
@@ -283,16 +270,14 @@ def make_error(kind: str) -> BaseException:
 
 
 class Family:
-    """An engine that starts processes of every kind, each of which writes its pid to a file of its
-    own and waits for ever.
-    """
+    """An engine that starts processes of every kind; each writes its pid to a file and waits."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.children: list[Any] = []
 
     def start(self) -> dict[str, int]:
-        """Start one of each; returns their pids by kind."""
+        """Start a process of each kind; return their pids by kind."""
         self._subprocess("subprocess")
         self._subprocess("new_session", start_new_session=True)
         self._spawned()
@@ -318,16 +303,14 @@ class Family:
         return pids
 
     def share_memory(self) -> str:
-        """Create a segment of shared memory that is never unlinked; returns its name."""
+        """Create a segment of shared memory that is never unlinked; return its name."""
         from multiprocessing import shared_memory
 
         self.memory = shared_memory.SharedMemory(create=True, size=4096)
         return self.memory.name
 
     def _hidden(self) -> None:
-        """A daemon of a program of its own, in its own session, with an empty environment and
-        without inherited descriptors.
-        """
+        """Start a daemon in its own session, without environment and inherited descriptors."""
         script = (
             f"import os, sys; sys.path[:] = {sys.path!r}; os.fork() and os._exit(0); os.setsid(); "
             "os.fork() and os._exit(0); "
@@ -343,7 +326,7 @@ class Family:
 
     def _subprocess(self, kind: str, **options: Any) -> None:
         script = f"from tests.contract.engines import stay; stay({self.folder!r}, {kind!r})"
-        if kind == "subprocess":  # and it has a child of its own
+        if kind == "subprocess":  # It starts a child.
             script = (
                 "import subprocess, sys; "
                 "subprocess.Popen([sys.executable, '-c', \"from tests.contract.engines import "
@@ -370,7 +353,7 @@ class Family:
             stay(self.folder, kind)
 
     def _daemonized(self) -> None:
-        """Forked twice, as servers do that go to the background: its parent ends at once."""
+        """Fork twice, as daemons do, so that the parent ends at once."""
         child = os.fork()
         if child == 0:
             os.setsid()
@@ -381,19 +364,17 @@ class Family:
 
 
 class Forking:
-    """Forks its worker in a method, and lets the child leave the method as the parent does, or by
-    an error.
-    """
+    """An engine that forks its worker; the child leaves the method by a return or an error."""
 
     def fork(self, raises: bool) -> int:
-        """Returns the child's pid, or 0 in the child."""
+        """Fork; return the child's pid, or 0 in the child."""
         child = os.fork()
         if child == 0 and raises:
             raise ValueError("in the child")
         return child
 
     async def afork(self, raises: bool) -> int:
-        """Fork it on the loop's thread."""
+        """Fork on the thread of the event loop."""
         return self.fork(raises)
 
     def note(self, path: str, number: int) -> int:
@@ -405,10 +386,10 @@ class Forking:
 
 
 class Driving:
-    """An engine that is the driver of a run of its own, with a Family."""
+    """An engine that is the driver of another run, which has a Family."""
 
     def start(self, folder: str) -> dict[str, int]:
-        """Start it; returns the pids of the inner worker's family by kind."""
+        """Start the other run; return the pids of its family by kind."""
         from helmsman import Job, make_scheduler
 
         self.inner = make_scheduler("local", log_dir=f"{folder}/logs", preload=())
@@ -418,19 +399,19 @@ class Driving:
         return pids
 
     def pid(self) -> int:
-        """This worker's pid."""
+        """Return the pid of this worker."""
         return os.getpid()
 
 
 def stay(folder: str, kind: str) -> NoReturn:
-    """Write this process's pid and wait for ever, deaf to the polite signals."""
+    """Write the pid of this process and wait for ever; ignore SIGTERM, SIGINT and SIGHUP."""
     import signal
 
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     except ValueError:
-        pass  # a fork of a thread that is not the main one
+        pass  # forked from a thread that is not the main thread
     path = Path(folder, kind)
     path.with_suffix(".new").write_text(str(os.getpid()))
     path.with_suffix(".new").rename(path)
@@ -446,7 +427,7 @@ class Ranked:
         self.num_calls = 0
 
     def join(self, rank: int, world_size: int, port: str) -> None:
-        """Make the process group; blocks until all ranks do."""
+        """Create the process group; block until all ranks do."""
         import datetime
 
         import torch.distributed as dist
@@ -459,22 +440,22 @@ class Ranked:
 
     @property
     def model_parallel_group(self) -> Any:
-        """All ranks, once they have joined."""
+        """The group of all ranks, after join."""
         return self._group
 
     def receive(self, *args: Any, **kwargs: Any) -> Any:
-        """What this rank was given."""
+        """Count the call and return its arguments."""
         self.num_calls += 1
         return args, kwargs
 
     def apply(self, function: Callable[[int], Any]) -> Any:
-        """The function of this rank."""
+        """Return ``function(rank)``."""
         import torch.distributed as dist
 
         return function(dist.get_rank())
 
     def count(self) -> int:
-        """How often receive ran."""
+        """Return the number of calls of receive."""
         return self.num_calls
 
     def destroy(self) -> None:
@@ -487,21 +468,24 @@ class Ranked:
 
 
 class Unloadable:
-    """A value that unpickles nowhere."""
+    """A value that cannot be unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _refuse, ()
 
 
 class OneWay:
-    """A value that arrives as one which cannot be pickled again."""
+    """A value that cannot be pickled again after it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return threading.Lock, ()
 
 
 class Printer:
+    """An engine that prints."""
+
     def say(self, text: str, end: str = "\n") -> None:
+        """Print a text."""
         print(text, end=end, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A module that takes longer to import than a start may."""
+"""A module whose import takes longer than the start limit of a test."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A module that needs longer than a second, then fails, or serves on its port: PORT fail|serve."""
+"""A server that starts slowly, then fails or serves; its arguments are PORT fail|serve."""
 
 import socket
 import sys

@@ -32,7 +32,9 @@ def test_cluster_ranks_and_devices(members: Members, resources: ResourceManager)
     sizes = (members.dp_size, members.tp_size, members.pp_size, members.cp_size)
     assert (members.world_size, *sizes) == (8, 2, 2, 2, 1)
     assert members.coordinates() == [str(members.get_rank_info(rank)) for rank in range(8)]
-    assert members.method(Member.at_birth)() == list(range(8)), "ranks are set before constructors"
+    assert members.method(Member.rank_at_start)() == list(range(8)), (
+        "ranks are set before constructors"
+    )
     assert members.worker_to_rank == {f"members/{rank}": rank for rank in range(8)}
     assert {rank: worker.id for rank, worker in members.rank_to_worker.items()} == dict(
         enumerate(members.worker_to_rank)
@@ -197,7 +199,7 @@ def test_restart_concurrently(make_cluster: Callable[..., Members]) -> None:
         group.echo(1)
     for rank in (0, 1):
         group.restart(rank)
-    assert group.method(Member.at_birth)() == [0, 1, 2]
+    assert group.method(Member.rank_at_start)() == [0, 1, 2]
     assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {
         str(group.master_port)
     }

@@ -96,13 +96,13 @@ def elsewhere(resources: ResourceManager, request: pytest.FixtureRequest) -> Ite
 
 def test_handle_calls_by_name(elsewhere: Elsewhere) -> None:
     assert elsewhere.call(lambda handle: handle.execute_all_sync("echo", 5)) == [5] * 4
-    assert elsewhere.call(lambda handle: handle.execute_rank_zero_sync("at_birth")) == 0
-    assert elsewhere.call(lambda handle: handle.execute_on([3, 1], "at_birth")) == [3, 1]
+    assert elsewhere.call(lambda handle: handle.execute_rank_zero_sync("rank_at_start")) == 0
+    assert elsewhere.call(lambda handle: handle.execute_on([3, 1], "rank_at_start")) == [3, 1]
     assert elsewhere.call(
         lambda handle: handle.execute_all_sync("echo", Shard([1, 2, 3, 4]), timeout=60)
     ) == [[1, 2], [1, 2], [3, 4], [3, 4]]
     assert elsewhere.call(
-        lambda handle: [part.result() for part in handle.execute_on_async([2, 0], "at_birth")]
+        lambda handle: [part.result() for part in handle.execute_on_async([2, 0], "rank_at_start")]
     ) == [2, 0]
     assert elsewhere.call(lambda handle: (handle.world_size, handle.dp_size, handle.tp_size)) == (
         4,

@@ -56,14 +56,14 @@ def test_dispatch_modes(members: Members) -> None:
     ]
     assert members.method(Member.over_two_axes)(value) == value
     assert members.method(Member.first_only)(rows(4))["x"].tolist() == []  # type: ignore[index]
-    assert members.method(Member.what_came)() == [2, -1, 2, -1, -1, -1, -1, -1]
+    assert members.method(Member.num_stored)() == [2, -1, 2, -1, -1, -1, -1, -1]
 
 
 def test_dispatch_of_meta_to_all(members: Members) -> None:
     batch = Batch({"x": np.arange(4)}, {"step": 3})
     assert members.method(Member.meta_everywhere)(batch) == 4
     meta = {"step": 3}
-    assert members.method(Member.what_came_with_meta)() == [
+    assert members.method(Member.stored_rows_and_meta)() == [
         *[(2, meta), (0, meta), (2, meta), (0, meta)],
         *[(0, meta)] * 4,
     ]

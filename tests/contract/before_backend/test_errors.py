@@ -17,7 +17,7 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Call, Job, Scheduler, SchedulingSpec, SchedulingStrategy
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._roles.call_all import call_all
-from tests.contract.engines import Counter, Failing, Slow, Strange, Unloadable
+from tests.contract.engines import Counter, Failing, Slow, Unloadable, Unreadable
 from tests.contract.helpers import Engine, Gate, held, wait_until
 
 ENGINES = "tests.contract.engines"
@@ -174,10 +174,10 @@ def test_call_engine_unknown_method(engine: Engine, method: str, reason: str) ->
 
 
 def test_call_engine_getattr_raises(scheduler: Scheduler, worker: str) -> None:
-    strange = Engine.create(scheduler, worker, Strange, next(_names))
+    unreadable = Engine.create(scheduler, worker, Unreadable, next(_names))
     with pytest.raises(errors.EngineCallError, match="RuntimeError: no attribute for you"):
-        strange.call("anything")
-    assert strange.call("known") == 1
+        unreadable.call("anything")
+    assert unreadable.call("known") == 1
 
 
 @pytest.mark.parametrize("method", ["fail", "async_fail"])
