@@ -67,7 +67,7 @@ class Role(GroupWorker):
 
 
 class PlanOnly(InlineScheduler):
-    """Plans what a snippet would start, on a machine that has room for it."""
+    """Plans the workers of a snippet on a machine that has room for them."""
 
     def create_workers(self, job: Job | Collection[Job]) -> list[str]:
         self.plan(job)

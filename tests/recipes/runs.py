@@ -125,7 +125,7 @@ def require_served_weights(
         )
         assert len(check["answers"]) == num_instances
         for instance, answers in check["answers"].items():
-            for prompt, answer, told in zip(
+            for prompt, answer, logprobs in zip(
                 check["prompts"], answers, check["logprobs"][instance], strict=True
             ):
                 with torch.no_grad():
@@ -139,7 +139,7 @@ def require_served_weights(
                     answer,
                     own.argmax(-1).tolist(),
                 )
-                apart = max(apart, float((chosen - torch.tensor(told)).abs().max()))
+                apart = max(apart, float((chosen - torch.tensor(logprobs)).abs().max()))
         assert apart < tolerance, (check["step"], apart)
         now = next(iter(check["logprobs"].values()))
         assert (

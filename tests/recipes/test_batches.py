@@ -1,4 +1,4 @@
-"""From answers to samples and metrics."""
+"""Test how answers of the GRPO recipe become samples and metrics."""
 
 from __future__ import annotations
 

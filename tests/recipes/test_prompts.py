@@ -1,4 +1,4 @@
-"""Prompts: templates, length, the held-out split, and an order that is gone on from exactly."""
+"""Test the prompts of the GRPO recipe: templates, lengths, the held-out split, and their order."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_chat_tokenizer_encode_template(folder: Path) -> None:
     assert text == "<user>1+1=\n<assistant>"
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode(chat(("user", "1+1=")))[0] == text
-    told = ChatTokenizer(str(folder), Data(train="", system_prompt="add"))
-    assert told.encode("1+1=")[0] == "<system>add\n<user>1+1=\n<assistant>"
+    prompted = ChatTokenizer(str(folder), Data(train="", system_prompt="add"))
+    assert prompted.encode("1+1=")[0] == "<system>add\n<user>1+1=\n<assistant>"
     assert (
-        told.encode(chat(("system", "mine"), ("user", "x")))[0]
+        prompted.encode(chat(("system", "mine"), ("user", "x")))[0]
         == "<system>mine\n<user>x\n<assistant>"
     )
 

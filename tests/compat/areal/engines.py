@@ -41,11 +41,11 @@ class Trainer:
         return self.rank == 0
 
     def train_batch(self, batch: Any, *, scale: int = 1) -> Any:
-        """What this rank received, from the head or itself."""
+        """Return the arguments of this rank, from the head or its own."""
         return self.rank, batch, scale
 
     def update_weights(self, meta: str) -> Future[str]:
-        """The future of another thread."""
+        """Return the future of another thread."""
         return self._pool.submit(lambda: f"{meta} on {self.rank}")
 
 
@@ -58,7 +58,7 @@ class Rollout:
     def wait_for_task(
         self, task_id: int, timeout: float | None = None, raise_timeout: bool = True
     ) -> tuple[int, float | None, bool]:
-        """The arguments."""
+        """Return the arguments."""
         return task_id, timeout, raise_timeout
 
     async def wait(self) -> None:
@@ -66,7 +66,7 @@ class Rollout:
         await asyncio.Event().wait()
 
     def coroutine(self, value: int) -> Any:
-        """A coroutine, from a method that is not async, which returns another."""
+        """Return a coroutine that returns another, from a method that is not async."""
 
         async def inner() -> int:
             await asyncio.sleep(0)
@@ -78,13 +78,13 @@ class Rollout:
         return outer()
 
     def failing(self) -> Future[None]:
-        """A future that raises."""
+        """Return a future that raises."""
         future: Future[None] = Future()
         future.set_exception(KeyError("no such sample"))
         return future
 
     def process(self) -> int:
-        """Id of the process."""
+        """Return the id of the process."""
         return os.getpid()
 
 

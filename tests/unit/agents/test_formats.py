@@ -285,8 +285,8 @@ def test_prepare_rewritten_calls_of_harmony(text: str) -> None:
 def test_prepare_text_beside_a_call_of_harmony() -> None:
     template = ChatTemplate(tokenizer_of("gptoss"))
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
-    told = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
-    conversation, turn = take_turn(template, ANALYSIS + told + CALL, tools=tools)
+    prefix = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    conversation, turn = take_turn(template, ANALYSIS + prefix + CALL, tools=tools)
     assert (turn.message.reasoning, turn.message.content) == ("Let me see.", "I look.")
     result = Message(role="tool", content="7", tool_call_id=turn.message.tool_calls[0].id)
     prompt = conversation.prepare(ChatRequest(messages=[USER, turn.message, result], tools=tools))
