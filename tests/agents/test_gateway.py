@@ -17,7 +17,10 @@ from helmsman.agents import AgentGateway, AgentSession, SessionLimits
 from helmsman.agents._messages import BadRequestError
 from tests.agents.toy_model import CHAT_TOOL, SECRETS, TOOL, question
 
-CHAT = {"messages": [{"role": "user", "content": question(1)}], "tools": [CHAT_TOOL]}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": question(1)}],
+    "tools": [CHAT_TOOL],
+}
 
 
 async def post(

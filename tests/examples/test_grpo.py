@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.common.tokens import CharTokenizer, FolderTokenizer, small_model
+from examples.common.tokens import CharTokenizer, small_model
+from helmsman.recipes.tokens import FolderTokenizer
 from tests.examples.scripts import output
 
 FLAGS = [
