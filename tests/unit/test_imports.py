@@ -1,4 +1,4 @@
-"""Imports go one way, and `import helmsman` is cheap."""
+"""Test that rooms import only the rooms below them, and that `import helmsman` is cheap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALLOWED = {
     "recipes": {"recipes", "agents", "engines", "api", ""},
     "compat": {"compat", "api", ""},
 }
-"""Room -> rooms that it may import. '' is the package itself, whose names are public; it imports
+"""Room -> rooms that it may import. '' is the package itself with its public names; it may import
 every room but `testing`.
 """
 
@@ -55,9 +55,7 @@ LAYERS = {
         {"rollout", "server_engine", "train", "vllm_engine"},
     ],
 }
-"""The parts of each room from the bottom up. A part may import the layers below its own, and
-nothing beside it.
-"""
+"""The parts of each room from the bottom up. A part may import only parts of lower layers."""
 
 LIGHT = {"msgspec", "cloudpickle"}
 """Third-party packages that the contracts may import at module level."""
@@ -75,9 +73,7 @@ HEAVY = {
 }
 
 NEEDS_TORCH = {"helmsman.rpc_server._wire.tensors"}
-"""Modules outside engines that import torch at module level, because they are imported only with a
-tensor in hand.
-"""
+"""Modules outside of engines that import torch at module level; tensors cause their import."""
 
 NEEDS_RAY = {
     "helmsman.controller._ray_backend.placement_groups",
@@ -92,7 +88,7 @@ NEEDS_RAY = {
 PUBLIC_FOR_RAY = {"RayScheduler", "get_placement_group_master_ip_and_port"}
 
 MAX_MODULES = 20
-"""Modules that `import helmsman` may load beyond a bare interpreter's."""
+"""Limit of the modules that `import helmsman` adds to those of a bare interpreter."""
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -103,8 +99,9 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything imported; for `from a import b` it is a.b, since b may be a
-    module.
+    """Yield line and dotted name of each import.
+
+    `from a import b` gives a.b, since b may be a module.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -124,9 +121,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def imports_of(path: Path, *, module_level: bool = False) -> list[tuple[int, str]]:
-    """(line, dotted name) of what a module imports; of its own statements alone where only the
-    module level counts.
-    """
+    """Return line and dotted name of each import of a module, or of those at its top level only."""
     tree = tree_of(path)
     if module_level:
         tree = ast.Module(
@@ -136,7 +131,7 @@ def imports_of(path: Path, *, module_level: bool = False) -> list[tuple[int, str
 
 
 def room_of(name: str) -> str | None:
-    """api, controller...; '' for the package itself; None for what is not ours."""
+    """Return a module's room, '' for the package itself, None for other libraries."""
     first, *rest = name.split(".")
     if first != "helmsman":
         return None
@@ -162,7 +157,6 @@ def test_room_imports_allowed(room: str) -> None:
 
 @pytest.mark.parametrize("room", ["recipes", "compat"])
 def test_room_imports_public_modules_only(room: str) -> None:
-    """These use nothing that a script of a user could not."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in SOURCES
@@ -183,7 +177,7 @@ def test_package_loads_no_test_tools() -> None:
 
 
 def part_of(name: str) -> str:
-    """The sub-package of a room, or the module that stands in the room itself."""
+    """Return the sub-package of a room, or the module in the room itself."""
     return name.split(".")[2] if name.count(".") > 1 else ""
 
 
@@ -197,7 +191,7 @@ def test_room_parts_import_only_layers_below(room: str) -> None:
     ]
     sources += [path for path in (PACKAGE / room).glob("*.py") if path.name != "__init__.py"]
     found = {part_of(module_name(path)) for path in sources}
-    assert found == set(level), "every part has its layer"
+    assert found == set(level), "every part has a layer"
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in sorted(set(sources))
@@ -304,8 +298,8 @@ def modules_of(*rooms: str) -> list[str]:
 
 
 def import_without(refused: set[str], modules: list[str]) -> list[str]:
-    """Import modules where these packages are not installed; returns the public names that are
-    missing, and why.
+    """Import modules in a process without these packages; returns the missing public names, each
+    with its error.
     """
     return run_python(IMPORT_WITHOUT, json.dumps(sorted(refused)), json.dumps(modules)).splitlines()
 
@@ -314,8 +308,7 @@ def test_contracts_import_without_heavy_packages() -> None:
     import_without(HEAVY, ["helmsman", *modules_of("api")])
 
 
-def test_driver_imports_without_torch_numpy_and_ray() -> None:
-    """And only the public names for Ray are missing."""
+def test_driver_imports_without_torch_numpy_ray() -> None:
     modules = set(modules_of("api", "rpc_server", "controller")) - NEEDS_TORCH - NEEDS_RAY
     missing = import_without({"torch", "numpy", "transformers", "ray"}, sorted(modules))
     assert {line.split()[0] for line in missing} == PUBLIC_FOR_RAY
@@ -324,15 +317,11 @@ def test_driver_imports_without_torch_numpy_and_ray() -> None:
         assert "pip install 'helmsman[ray]'" in line
 
 
-@pytest.mark.slow
 def test_ray_modules_import_without_torch() -> None:
     assert import_without({"torch", "transformers"}, sorted(NEEDS_RAY)) == []
 
 
 def test_ray_imported_only_where_needed() -> None:
-    """Engines import neither Ray nor the controller, so no subprocess has to load torch to show
-    that they need no Ray.
-    """
     at_module_level = {
         module_name(path)
         for path in SOURCES
