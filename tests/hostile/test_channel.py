@@ -212,22 +212,6 @@ async def test_channel_pending_peers_are_bounded(worker: Worker) -> None:
                 pass  # the handshake limit ends the others
 
 
-async def test_channel_garbage(worker: Worker, target: Path) -> None:
-    async def say(garbage: bytes) -> None:
-        reader, writer = await asyncio.open_connection(*worker.address)
-        writer.write(garbage)
-        with contextlib.suppress(ConnectionError):
-            await asyncio.wait_for(reader.read(), LIMIT_S)
-        writer.close()
-
-    await asyncio.gather(
-        *map(
-            say, (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 300, b"\x16\x03\x01\x00\x05hello", bytes(64))
-        )
-    )
-    await (await Controller.of(worker)).call(target)
-
-
 @pytest.mark.root
 async def test_channel_unix_socket_of_another_user(make_worker: MakeWorker) -> None:
     if os.getuid() != 0:

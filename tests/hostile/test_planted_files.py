@@ -39,10 +39,7 @@ class TestForeignUserDirectory:
 
     def test_scheduler_writes_no_logs_there(self, planted: Path) -> None:
         before = sorted(os.listdir(planted))
-        with (
-            LocalScheduler(preload=()) as scheduler,
-            pytest.raises(HelmsmanError) as caught,
-        ):
+        with LocalScheduler(preload=()) as scheduler, pytest.raises(HelmsmanError) as caught:
             scheduler.create_workers(Job(role="a"))
         assert f"{planted} is not used: it is a directory" in str(caught.value)
         assert sorted(os.listdir(planted)) == before

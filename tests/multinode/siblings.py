@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy, Worker
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract.engines import Counter
-from tests.contract.helpers import Engine, wait_gone
+from tests.contract.helpers import Engine
 from tests.multinode.conftest import Nodes
 
 MASKS = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -88,42 +87,3 @@ def assert_fork_has_devices_of_target(
     assert [run.call_engine(worker.id, "add", "here") for worker in target] == [1, 1], (
         "the target is still there"
     )
-
-
-def assert_fork_failure_leaves_target(run: RayScheduler, strategy: str, kind: str) -> None:
-    """Check that a sibling that fails to start leaves its target as it was."""
-    run.create_workers(target_job(kind, strategy, replicas=2, gpu=2))
-    engines = [Engine.create(run, f"target/{index}", Counter) for index in range(2)]
-    failing = Job(
-        role="sibling",
-        replicas=2,
-        tasks=[SchedulingSpec(), SchedulingSpec(port_count=100_000)],
-        scheduling_strategy=SchedulingStrategy(type="colocation", target="target", fork=True),
-    )
-    with pytest.raises(errors.WorkerStartError, match="sibling/1"):
-        run.create_workers(failing)
-    assert [engine.call("add") for engine in engines] == [1, 1]
-    assert len(run.status()) == 2
-    assert run.create_workers(sibling_job(2, fork=True)) == ["sibling/0", "sibling/1"], (
-        "the next siblings start"
-    )
-
-
-def assert_fork_workers_command(run: RayScheduler, strategy: str, kind: str) -> None:
-    """Check that a command runs beside each worker, with its devices and a port."""
-    run.create_workers(target_job(kind, strategy, replicas=2, gpu=2))
-    ids = run.fork_workers("server", "target", command="http.server --bind 127.0.0.1 {port}")
-    pids = {worker_id: run.call_engine(worker_id, "pid", "command") for worker_id in ids}
-    ports = [worker.engine_ports[0] for worker in run.get_workers("server")]
-    assert len(set(ports)) == 2
-    for pid, worker in zip(pids.values(), run.get_workers("target"), strict=True):
-        with open(f"/proc/{pid}/environ") as file:
-            environment = dict(
-                each.split("=", 1) for each in file.read().split("\0") if "=" in each
-            )
-        assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(worker.devices)
-        with open(f"/proc/{pid}/cmdline") as file:
-            assert file.read().split("\0")[-2] in ports
-    run.delete_workers("server")
-    wait_gone(pids)
-    assert len(run.get_workers("target")) == 2

@@ -9,7 +9,6 @@ from helmsman.api import errors
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.multinode.siblings import (
     assert_fork_has_devices_of_target,
-    assert_fork_workers_command,
     devices_seen,
     module_run,
     run,
@@ -25,10 +24,6 @@ pytestmark = pytest.mark.usefixtures("left_as_found")
 @pytest.mark.parametrize(("strategy", "kind"), [("shared", "GPU"), ("separate", "CPU")])
 def test_fork_has_devices_of_target(run: RayScheduler, strategy: str, kind: str) -> None:
     assert_fork_has_devices_of_target(run, strategy, True, kind)
-
-
-def test_fork_workers_command(run: RayScheduler) -> None:
-    assert_fork_workers_command(run, "separate", "CPU")
 
 
 def test_fork_one_for_two_targets(run: RayScheduler) -> None:

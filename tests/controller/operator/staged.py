@@ -233,11 +233,6 @@ def ready(scheduler: LocalScheduler | RayScheduler) -> None:
 def collective(fault: str) -> None:
     with ranks(2, preload=["torch"]) as (scheduler, ids):
         join(scheduler, ids)
-        if fault == "late_rank":
-            for _ in range(100):
-                ready(scheduler)
-                call_all(scheduler, ids, "step", 2.0)
-            return
         chosen = ids[:1] if fault == "uncalled" else ids
         method = {"uncalled": "step", "sleeps_in_step": "missing"}.get(fault, fault)
         hangs(call_all, scheduler, chosen, method)
@@ -387,13 +382,11 @@ FAULTS: dict[str, Callable[[], None]] = {
     "uncalled": lambda: collective("uncalled"),
     "asynchronous": lambda: collective("asynchronous"),
     "disordered": lambda: collective("disordered"),
-    "late_rank": lambda: collective("late_rank"),
     "sleep": lambda: single("sleep"),
     "hold_interpreter": lambda: single("hold_interpreter"),
     "wait_for_thread": lambda: single("wait_for_thread"),
     "load": lambda: single("load"),
     "keep_zombie": lambda: single("keep_zombie"),
-    "compute": lambda: single("compute", 3600.0),
     "stopped": stopped,
     "locked": locked,
     "peer": peer,

@@ -10,13 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helmsman import (
-    Job,
-    LocalScheduler,
-    RolloutController,
-    SamplingParams,
-    SchedulingSpec,
-)
+from helmsman import Job, LocalScheduler, RolloutController, SamplingParams, SchedulingSpec
 from helmsman.controller._operator.metrics import METRICS
 from tests.controller.operator.staged import Answers
 

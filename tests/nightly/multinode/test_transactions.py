@@ -1,4 +1,4 @@
-"""Tests of contending controllers, many groups, and the removal of a group in flight."""
+"""Tests of contending controllers, and of the removal of a group in flight."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from helmsman.api.scheduler import Job, Timeouts
+from helmsman.api.scheduler import Job
 from helmsman.controller._aio.event_loop import submit
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract.helpers import wait_until
@@ -91,24 +90,6 @@ def _progress(group: Any) -> Any:
     from helmsman.controller._ray_backend import cluster_state
 
     return cluster_state.group_progress([group.id.hex()])[group.id.hex()]
-
-
-@pytest.mark.timeout(300)
-def test_create_workers_many_groups(make_run: Callable[..., RayScheduler]) -> None:
-    """Two controllers need twenty groups together, and only one fits at a time."""
-    runs = [make_run(timeouts=Timeouts(start_s=240.0)) for _ in range(2)]
-
-    def start_and_end(run: RayScheduler) -> int:
-        started = len(run.create_workers(make_job("rollout", 10, 2)))
-        run.delete_workers()
-        return started
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        assert [each.result(280) for each in [pool.submit(start_and_end, run) for run in runs]] == [
-            10,
-            10,
-        ]
-    assert placement_groups() == []
 
 
 @pytest.mark.timeout(300 + 10 * NUM_ROUNDS)

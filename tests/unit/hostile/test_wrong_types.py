@@ -18,13 +18,7 @@ from helmsman.controller._worker_groups.cluster import Cluster
 from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.engines import Counter
 from tests.controller.engines import CountingRollout, RecordingTrainer
-from tests.unit.hostile.wrong_values import (
-    GOOD,
-    WORKER,
-    arguments_of,
-    assert_refuses,
-    wrong_values,
-)
+from tests.unit.hostile.wrong_values import GOOD, WORKER, arguments_of, assert_refuses, wrong_values
 
 OWNERS = (Scheduler, TrainController, RolloutController, Cluster, ResourceManager, WeightSync)
 CHECKED_ELSEWHERE = {

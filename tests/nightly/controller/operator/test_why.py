@@ -6,7 +6,6 @@ HELMSMAN_SOAK_ROUNDS sets the number of healthy runs, which are then watched for
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 
@@ -14,10 +13,8 @@ from tests.controller.operator.healthy import KINDS
 from tests.controller.operator.staged_runs import (
     DAY_FAULTS,
     EXPECTED,
-    Staged,
     assert_causes_found,
     assert_no_alarm,
-    diagnose,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,16 +27,6 @@ AT_ONCE = 5
 @pytest.mark.parametrize("first", range(0, len(NIGHT_FAULTS), AT_ONCE))
 def test_why_names_worker_and_cause(first: int) -> None:
     assert_causes_found(NIGHT_FAULTS[first : first + AT_ONCE])
-
-
-@pytest.mark.parametrize("run", ["late_rank", "compute"])
-def test_why_finds_nothing_in_healthy_run(stage: Callable[[str], Staged], run: str) -> None:
-    """A rank is slow, or a first call computes for a long time."""
-    staged = stage(run)
-    for _ in range(8):
-        diagnosis = diagnose(staged.run_id)
-        assert diagnosis.is_healthy, diagnosis
-        assert "actor" in diagnosis.waits_for
 
 
 @pytest.mark.parametrize("first", range(0, max(SOAK_ROUNDS, len(KINDS)), AT_ONCE))

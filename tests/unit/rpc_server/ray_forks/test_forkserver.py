@@ -56,8 +56,7 @@ def test_read_order_plain_worker() -> None:
             id="another interpreter",
         ),
         pytest.param(
-            {"more": ['--serialized-runtime-env-context={"unheard_of": 1}']},
-            id="an unknown field",
+            {"more": ['--serialized-runtime-env-context={"unheard_of": 1}']}, id="an unknown field"
         ),
         pytest.param(
             {"more": ['--serialized-runtime-env-context={"env_vars": {"PYTHONPATH": "x"}}']},
