@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("tensordict")
+pytestmark = pytest.mark.skipif(find_spec("tensordict") is None, reason="needs tensordict")
 
 from helmsman.compat.roll_data import (  # noqa: E402
     DataProto,
