@@ -21,8 +21,9 @@ OUT = Path(__file__).parent / "out"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run cases and write what they gave; 1 when a case broke, 2 when a name is unknown. A missed
-    goal is no failure.
+    """Run cases and write their results.
+
+    Returns 1 when a case broke and 2 for an unknown name; a missed goal is no failure.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for each in cases:
                 try:
                     results.append(measure(each, world))
-                # One broken case shall not cost the figures of the others
+                # A broken case does not discard the figures of the others.
                 except SkippedError as reason:
                     print(f"{each.name}: skipped. {reason}", flush=True)
                 except Exception:  # noqa: BLE001
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     broken.append(each.name)
                 else:
                     print(report.line(results[-1]), flush=True)
-    finally:  # also when somebody has seen enough
+    finally:  # also after Ctrl-C
         report.write(results, options.out)
     judged = [result.met for result in results if result.met is not None]
     print(

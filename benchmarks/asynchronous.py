@@ -1,5 +1,4 @@
-"""Whether asynchronous GRPO learns as well as synchronous, and how much faster: both by turns, over
-several seeds.
+"""Compare accuracy and speed of asynchronous and synchronous GRPO, in turns, over several seeds.
 
     python -m benchmarks.asynchronous    # 3 seeds, the settings of make demo; about 15 minutes
     python -m benchmarks.asynchronous --seeds 0 1 --steps 40 --sft-steps 60
@@ -25,7 +24,7 @@ MODES: dict[str, list[str]] = {"sync": [], "async": ["--async", "--staleness", "
 
 
 def run(mode: str, seed: int, scheduler: str, more: list[str]) -> dict[str, Any]:
-    """One run's summary; raises CalledProcessError with what it printed when it fails."""
+    """Run once and return the summary; CalledProcessError has the output of a failed run."""
     with tempfile.TemporaryDirectory(prefix="helmsman-bench-") as out:
         flags = ["--scheduler", scheduler, "--seed", str(seed), "--out", out, *MODES[mode], *more]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -40,7 +39,7 @@ def run(mode: str, seed: int, scheduler: str, more: list[str]) -> dict[str, Any]
 
 
 def compare(runs: list[dict[str, Any]]) -> str:
-    """A table of runs, and what they say."""
+    """Return a table of runs, and a comparison of the modes."""
     lines = [
         f"{'seed':>4}  {'mode':<6}{'before GRPO':>12}{'after':>8}{'tokens/s':>10}{'seconds':>9}"
     ]

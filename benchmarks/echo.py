@@ -1,4 +1,4 @@
-"""A process that answers at once: the far end of floors, and of workers that are only simulated.
+"""A process that answers at once, as the peer of floors and of simulated workers.
 
 It speaks the local transport's protocol, so the controller's own code can talk to it, and serves
 all connections in one thread.
@@ -65,9 +65,7 @@ _NOTHING = _wire(None)
 
 
 class EchoProcess:
-    """The process; a context manager. Those that want to talk to it connect at ``path`` with
-    ``key``.
-    """
+    """The process, as a context manager. Clients connect to ``path`` with ``key``."""
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(32)
@@ -84,7 +82,7 @@ class EchoProcess:
             env=os.environ | _search_path(),
         )
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # it listens
+        self._process.stdout.readline()  # the process listens
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,12 +91,12 @@ class EchoProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def connect(self) -> BareConnection:
-        """A bare connection."""
+        """Open a bare connection."""
         return BareConnection(asyncio.run(connect(self.path, self.key, 10.0)))
 
 
 class BareConnection:
-    """One round trip of a request and its reply, and nothing else."""
+    """A connection for round trips of a request and its reply."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -115,17 +113,17 @@ class BareConnection:
         self._socket.close()
 
     def send(self) -> None:
-        """The request."""
+        """Send the request."""
         self._socket.sendall(self._session.keep(encode_frame(self._frame)))
 
     def receive(self) -> ReplyFrame:
-        """The reply, which fits into one read."""
+        """Return the reply, which fits into one read."""
         body = self._session.take(self._socket.recv(65536)[4:])
         self._session.taken(len(body), None)
         return decode_reply(body)
 
     def round_trip(self) -> ReplyFrame:
-        """One after the other."""
+        """Send the request and return the reply."""
         self.send()
         return self.receive()
 
@@ -135,7 +133,7 @@ def _search_path() -> dict[str, str]:
 
 
 class _Peer:
-    """A connection: what has arrived of it, and its session."""
+    """A connection with its received bytes and its session."""
 
     def __init__(self) -> None:
         self.reader = FrameReader()
@@ -143,7 +141,7 @@ class _Peer:
 
 
 def serve(path: str, key: bytes) -> None:
-    """Answer until standard input ends, which it does with the process that started this."""
+    """Answer until standard input ends, at the end of the parent process."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
     listener.listen(1024)
@@ -168,7 +166,7 @@ def serve(path: str, key: bytes) -> None:
 
 
 def _answer(sock: socket.socket, peer: _Peer) -> bool:
-    """Answer what has arrived; False when the connection has ended."""
+    """Answer the received requests; False when the connection has ended."""
     try:
         data = sock.recv(1 << 18)
         answers = []

@@ -1,6 +1,6 @@
 """One side of the case end_to_end in its own process: python -m benchmarks.end_to_end SIDE WIDTH
 
-Prints the tokens generated per second through training steps, and where the time went, as JSON.
+Prints the tokens generated per second over training steps, and the parts of the time, as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPTS = [f"{number}+{number}=" for number in range(64)]
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
-    """A reward as TRL has it, which both sides use."""
+    """Return rewards in TRL's form, which both sides use."""
     return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
 
 
@@ -99,7 +99,7 @@ def run_trl(model: str, out: Path) -> tuple[float, float]:
 
 
 def run_bare(model: str, out: Path) -> tuple[float, float]:
-    """Only the model's own work, in one process: a decoding loop, one pass back, AdamW's step.
+    """Do only the model's work in one process: a decoding loop, a backward pass, a step of AdamW.
 
     The rewards are counted but there is no old policy, no checkpoint, no log and no sync. This is
     the least time of any trainer that runs transformers' layers on these cores.
@@ -172,7 +172,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", options.width)
         side = SIDES[options.side]
-        real = os.dup(1)  # what the side prints is not the figure
+        real = os.dup(1)  # standard output is for the figure only
         os.dup2(2, 1)
         tokens, seconds = side(model, Path(folder) / "out")
         sys.stdout.flush()

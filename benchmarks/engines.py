@@ -1,4 +1,4 @@
-"""Engines of the cases. Bare Ray actors are made of the same classes."""
+"""Engines of the cases, which are also the classes of bare Ray actors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Engine:
-    """Does next to nothing."""
+    """An engine with empty methods."""
 
     def __init__(self) -> None:
         self._kept: Any = None
@@ -17,19 +17,19 @@ class Engine:
         """An empty call."""
 
     def take(self, value: Any) -> None:
-        """For the way there."""
+        """Take a value."""
 
     def make(self, kind: str, num_bytes: int) -> None:
-        """Have a value ready for ``give``."""
+        """Prepare a value for ``give``."""
         self._kept = value_of(kind, num_bytes)
 
     def give(self) -> Any:
-        """For the way back."""
+        """Return the prepared value."""
         return self._kept
 
 
 def value_of(kind: str, num_bytes: int) -> Any:
-    """A 'torch' or 'numpy' value of so many bytes."""
+    """Make a 'torch' or 'numpy' value of this size."""
     if kind == "torch":
         import torch
 
@@ -40,7 +40,7 @@ def value_of(kind: str, num_bytes: int) -> Any:
 
 
 class TorchReady:
-    """Can compute with torch once it is there."""
+    """Imports torch in its constructor."""
 
     def __init__(self) -> None:
         import torch
@@ -52,7 +52,7 @@ class TorchReady:
 
 
 class Weights:
-    """A model as far as its weights are concerned."""
+    """The weights of a model."""
 
     def __init__(self, num_tensors: int, tensor_bytes: int) -> None:
         import torch
@@ -62,33 +62,33 @@ class Weights:
         }
 
     def export(self) -> dict[str, Any]:
-        """The state dict."""
+        """Return the state dict."""
         return self._state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over another's state dict."""
+        """Load a state dict."""
         for name, tensor in state.items():
             self._state[name].copy_(tensor)
 
 
 class Worker:
-    """Works and writes a log."""
+    """Computes and writes log lines."""
 
     def count(self, number: int) -> int:
-        """Pure Python, which holds the interpreter's lock."""
+        """Compute in pure Python, which holds the interpreter's lock."""
         total = 0
         for index in range(number):
             total += index & 7
         return total
 
     def print_lines(self, number: int) -> None:
-        """To standard output, which goes to the worker's log."""
+        """Print lines to standard output, which is the worker's log."""
         for index in range(number):
             print(f"step {index}: loss 0.1234, reward 0.5678, tokens 123456")
         sys.stdout.flush()
 
     def write_lines(self, number: int) -> None:
-        """The same lines to a file of its own."""
+        """Write the same lines to a file of its own."""
         with tempfile.TemporaryFile("w") as file:
             for index in range(number):
                 print(f"step {index}: loss 0.1234, reward 0.5678, tokens 123456", file=file)

@@ -1,5 +1,5 @@
-"""Cases and how they are measured: ours and its floor by turns in one run, so that a noisy machine
-slows both.
+"""Declaration and measurement of cases: ours and its floor alternate in one run, so that a noisy
+machine slows both.
 
 A case is a function that prepares both and returns them as a Pair:
 
@@ -24,51 +24,50 @@ if TYPE_CHECKING:
     from benchmarks.world import World
 
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
-"""Units of time; a figure in another unit is what the case itself returns."""
+"""Units of time; a case returns figures in other units itself."""
 RATE = "calls/s"
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {"<=": operator.le, ">=": operator.ge}
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case compares."""
+    """The two sides that a case compares."""
 
     ours: Callable[[], Any]
     floor: Callable[[], Any] | float
-    """A number where the floor is a limit that needs no measuring, in the unit of the case."""
+    """A function, or a constant in the unit of the case."""
     rounds: int = 10
-    """How often ours and the floor take turns."""
+    """Rounds in which ours and the floor alternate."""
     repeats: int = 1
-    """Runs of each in a round, of which the median counts."""
+    """Runs of each side in a round, of which the median counts."""
     per_run: int = 1
-    """Operations in one run, over which its time is divided."""
+    """Operations in one run; its time is divided by them."""
     returns_figure: bool = False
-    """Whether ours and floor measure by themselves and return the figure (seconds for a unit of
-    time), instead of being timed."""
+    """Whether ours and floor return the figure (seconds for a unit of time) and are not timed."""
     warm_up: int = 1
-    """Runs of each before the first round, which do not count."""
+    """Runs of each side before the first round, which do not count."""
 
 
 class SkippedError(Exception):
-    """A case cannot run here; the message says why and what to do."""
+    """A case cannot run here; the message gives the reason and the next step."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """A case as it was declared."""
+    """A declared case."""
 
     name: str
-    """Dotted, from the general to the particular; any leading part of it selects it."""
+    """Dotted name, from the general to the particular; any leading part selects the case."""
     unit: str
     goal: str
-    """Of the ratio: '<= 1.15', '<= 1/6' (six times faster), '>= 1'; '' where there is none."""
+    """Goal of the ratio: '<= 1.15', '<= 1/6' (six times faster), '>= 1'; '' for none."""
     floor: str
-    """What the floor is, for people."""
+    """Description of the floor."""
     is_default: bool
-    """Whether it runs when no case is named."""
+    """Whether the case runs when no case is named."""
     prepare: Callable[[World], Pair]
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured case, as results.json has it."""
+    """A measured case, in the form of results.json."""
 
     case: str
     ours: float
@@ -90,7 +89,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     floor_is: str
     took_s: float
-    """Seconds that the whole case took, to see where the time of a run goes."""
+    """Duration of the whole case in seconds."""
 
 
 CASES: dict[str, Case] = {}
@@ -115,8 +114,10 @@ def case(
 
 
 def select(names: Sequence[str]) -> list[Case]:
-    """The cases of these names or leading parts of names, in the order of their declaration;
-    without names, those that run by default. Raises ValueError for a name that selects nothing."""
+    """Return the cases with these names or leading parts of names, in the order of declaration.
+
+    Without names, the default cases are returned. Raises ValueError for a name that selects none.
+    """
     if not names:
         return [each for each in CASES.values() if each.is_default]
     for name in names:
@@ -134,17 +135,17 @@ def _is_under(case_name: str, name: str) -> bool:
 
 
 def goal_value(goal: str) -> float:
-    """The number in a goal."""
+    """Return the number in a goal."""
     return float(Fraction(goal.split()[1]))
 
 
 def meets(goal: str, ratio: float) -> bool:
-    """Whether a ratio is as the goal says. Raises ValueError, KeyError for what is no goal."""
+    """Whether a ratio meets a goal. Raises ValueError or KeyError for an invalid goal."""
     return _COMPARISONS[goal.split()[0]](ratio, goal_value(goal))
 
 
 def measure(declared: Case, world: World) -> Result:
-    """Prepare a case, let ours and the floor take turns, and undo what was prepared."""
+    """Prepare a case, alternate ours and the floor, and undo the preparation."""
     started = time.monotonic()
     with world.scope():
         pair = declared.prepare(world)
@@ -171,7 +172,7 @@ def measure(declared: Case, world: World) -> Result:
 
 
 def _take_turns(pair: Pair, unit: str) -> tuple[list[float], list[float], list[float]]:
-    """All figures of ours, all of the floor, and the ratio of the medians of each round."""
+    """Return all figures of ours and of the floor, and the ratio of the medians of each round."""
     sides = [_figures(pair.ours, pair, unit), _figures(pair.floor, pair, unit)]
     for _ in range(pair.warm_up):
         for side in sides:
@@ -181,7 +182,7 @@ def _take_turns(pair: Pair, unit: str) -> tuple[list[float], list[float], list[f
     for turn in range(pair.rounds):
         medians = [0.0, 0.0]
         for index in (0, 1) if turn % 2 == 0 else (1, 0):
-            # neither always finds what the other has warmed
+            # neither side always follows the other, which warms caches
             taken = sides[index](pair.repeats)
             figures[index].extend(taken)
             medians[index] = statistics.median(taken)
@@ -192,7 +193,7 @@ def _take_turns(pair: Pair, unit: str) -> tuple[list[float], list[float], list[f
 def _figures(
     side: Callable[[], Any] | float, pair: Pair, unit: str
 ) -> Callable[[int], list[float]]:
-    """What takes so many figures of one side, in the unit of the case."""
+    """Return a function that takes a number of figures of one side, in the unit of the case."""
     if not callable(side):
         return lambda count: [side]
     scale = _PER_SECOND.get(unit, 1.0)
@@ -209,7 +210,7 @@ def _figures(
 
 
 def _spread(figures: Sequence[float]) -> tuple[float, float]:
-    """10th and 90th percentile."""
+    """Return the 10th and 90th percentile."""
     if len(figures) == 1:
         return figures[0], figures[0]
     cuts = statistics.quantiles(figures, n=10, method="inclusive")

@@ -1,4 +1,4 @@
-"""What is printed and written of results: a table, results.json and a chart of the ratios."""
+"""Output of results: a table, results.json and a chart of the ratios."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLOURS = {True: "#2a7f62", False: "#c0392b", None: "#8795a1"}
 
 
 def line(result: Result) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     verdict = {True: "met", False: "MISSED", None: ""}[result.met]
     return (
         f"{result.case:<40}{_short(result.ours):>10} {_range(result.ours_p10, result.ours_p90):<17}"
@@ -30,7 +30,7 @@ def line(result: Result) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits and no exponent."""
+    """Format a number with three digits and no exponent."""
     if value == 0:
         return "0"
     if abs(value) >= 100:
@@ -43,7 +43,7 @@ def _range(low: float, high: float) -> str:
 
 
 def write(results: Sequence[Result], folder: Path) -> None:
-    """results.json and ratios.png, in a folder that is made when it is missing."""
+    """Write results.json and ratios.png; creates the folder if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     encoded = msgspec.json.format(msgspec.json.encode(list(results)), indent=1)
     (folder / "results.json").write_bytes(encoded + b"\n")
@@ -52,7 +52,7 @@ def write(results: Sequence[Result], folder: Path) -> None:
 
 
 def _draw(results: Sequence[Result], path: Path) -> None:
-    """A bar for each ratio, with its spread and a mark at its goal."""
+    """Draw a bar for each ratio, with its spread and a mark at its goal."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,7 +1,7 @@
-"""Workers that answer at once and do nothing, for what a controller spends on a thousand of them.
+"""Simulated workers that answer at once, to measure the controller's cost of a thousand of them.
 
-Their far end is one EchoProcess; the controller's side, down to a socket for each worker, is the
-real one.
+One EchoProcess is the peer of all of them; the controller's side, with a socket for each worker, is
+real.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from helmsman.rpc_server._wire import auth
 
 
 class _Process:
-    """The end of a worker that has no process of its own."""
+    """Stands for the process of a worker that has none."""
 
     async def kill(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing, since there is no process."""
 
     async def wait_ended(self, limit_s: float) -> None:
-        """It has."""
+        """Return at once, since there is no process."""
 
     async def observe(self, limit_s: float) -> bytes:
-        """Nothing can be observed."""
+        """Return an empty observation."""
         return b""
 
     async def ending(self, lost_because: str) -> Ending:
-        """As a worker's that was killed."""
+        """Return the ending of a killed worker."""
         return Ending("was simulated")
 
 

@@ -1,11 +1,11 @@
-"""A start in a process of its own, with a Ray of its own: python -m benchmarks.starts KIND PATH
+"""One start in a process of its own, with its own Ray: python -m benchmarks.starts KIND PATH
 
 embedded: torch-ready workers on a cluster that Helmsman starts. foreign: bare actors that import
 torch and torch-ready workers, both on one cluster that was started with Ray's defaults;
-foreign_ours_first: in the other order. instances: 64 instances with a placement group each;
-bare_instances: bare actors with one each. small: a few workers without torch on a cluster that
-Helmsman starts; bare_small: bare actors on one with Ray's defaults. Writes seconds by name as JSON
-to PATH.
+foreign_ours_first: the same in the other order. instances: 64 instances with a placement group
+each; bare_instances: bare actors with one each. small: a few workers without torch on a cluster
+that Helmsman starts; bare_small: bare actors on one with Ray's defaults. Writes seconds by name as
+JSON to PATH.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL = (1, 4, 16)
 def start_ours(
     scheduler: Scheduler, role: str, num_workers: int, engine: type[Any], **spec: Any
 ) -> float:
-    """Seconds until so many workers have an engine."""
+    """Return the seconds until this many workers have an engine."""
     start = time.perf_counter()
     workers = scheduler.create_workers(
         Job(role=role, replicas=num_workers, tasks=[SchedulingSpec(cpu=0.1, **spec)])
@@ -49,7 +49,7 @@ def start_ours(
 def start_bare(
     num_workers: int, engine: type[Any], groups: bool = False
 ) -> tuple[float, list[Any]]:
-    """Seconds until so many bare actors have answered, and the actors."""
+    """Return the seconds until this many bare actors have answered, and the actors."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -69,7 +69,7 @@ def start_bare(
 
 
 def end_bare(actors: list[Any]) -> float:
-    """Seconds until bare actors are known to be dead."""
+    """Return the seconds until Ray reports bare actors as dead."""
     import ray
 
     start = time.perf_counter()
@@ -84,7 +84,7 @@ def end_bare(actors: list[Any]) -> float:
 
 
 def embedded() -> dict[str, float]:
-    """'whole' is from nothing, 'ready' from when the cluster is up."""
+    """Measure 'whole' with the start of the cluster, and 'ready' without it."""
     start = time.perf_counter()
     with make_scheduler("ray", address="local", num_cpus=_NUM_CPUS) as scheduler:
         ready = start_ours(scheduler, "w", NUM_TORCH, TorchReady)
@@ -92,7 +92,7 @@ def embedded() -> dict[str, float]:
 
 
 def foreign(ours_first: bool = False) -> dict[str, float]:
-    """'bare' and 'ours' on a cluster that is up; 'whole' is bare with the start of the cluster."""
+    """Measure 'bare' and 'ours' on a running cluster; 'whole' is bare with the cluster's start."""
     start = time.perf_counter()
     _init()
     up = time.perf_counter() - start
@@ -112,7 +112,7 @@ def foreign(ours_first: bool = False) -> dict[str, float]:
 
 
 def instances() -> dict[str, float]:
-    """64 instances, a placement group and a worker each."""
+    """Measure 64 instances, each with a placement group and a worker."""
     with make_scheduler("ray", address="local", num_cpus=_NUM_CPUS) as scheduler:
         return {
             "ready": start_ours(
@@ -122,13 +122,13 @@ def instances() -> dict[str, float]:
 
 
 def bare_instances() -> dict[str, float]:
-    """The same with Ray alone."""
+    """Measure the same with Ray alone."""
     _init()
     return {"ready": start_bare(NUM_INSTANCES, Engine, groups=True)[0]}
 
 
 def small() -> dict[str, float]:
-    """By number of workers, one role after another."""
+    """Measure a role for each number of workers, one after another."""
     taken = {}
     with make_scheduler("ray", address="local", num_cpus=_NUM_CPUS) as scheduler:
         for number in SMALL:
@@ -138,7 +138,7 @@ def small() -> dict[str, float]:
 
 
 def bare_small() -> dict[str, float]:
-    """The same with Ray alone."""
+    """Measure the same with Ray alone."""
     _init()
     taken = {}
     for number in SMALL:
@@ -148,8 +148,8 @@ def bare_small() -> dict[str, float]:
 
 
 def _init() -> None:
-    """A cluster as somebody else would start it; as many logical CPUs as ours, so that nothing
-    waits for them.
+    """Start a cluster with Ray's defaults and as many logical CPUs as ours, so that no worker waits
+    for them.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     import ray
@@ -163,7 +163,7 @@ def _init() -> None:
     )
 
 
-_NUM_CPUS = max(8, os.cpu_count() or 1)  # 64 workers at a tenth each
+_NUM_CPUS = max(8, os.cpu_count() or 1)  # 64 workers with a tenth each
 _KINDS: dict[str, Callable[[], dict[str, float]]] = {
     "embedded": embedded,
     "foreign": foreign,
@@ -176,9 +176,8 @@ _KINDS: dict[str, Callable[[], dict[str, float]]] = {
 
 
 if __name__ == "__main__":
-    # Ray answers for workers by the name of their module, which is another where this is the
-    # script.
+    # Workers find classes by the name of their module, which is __main__ where this is the script.
     from benchmarks import starts
 
-    # Ray prints what it likes
+    # The result goes to a file, since Ray prints to standard output.
     Path(sys.argv[2]).write_text(json.dumps(starts._KINDS[sys.argv[1]]()))

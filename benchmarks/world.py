@@ -1,7 +1,7 @@
-"""What cases share: schedulers with workers that live as long as the run, and bare Ray actors on
-the same cluster.
+"""Resources shared by cases: schedulers with workers for the whole run, and bare Ray actors on the
+same cluster.
 
-Everything is made when it is first asked for, so that a case which needs no Ray starts none.
+Each is made on first use, so that a case without Ray starts none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENGINE = "engine"
 
 
 class World:
-    """A context manager; at its end all that it has made is ended."""
+    """A context manager that ends all its schedulers and actors on exit."""
 
     def __init__(self) -> None:
         self._all = contextlib.ExitStack()
@@ -42,7 +42,7 @@ class World:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """The time of one case; what is pushed on ``until_case_ends`` is undone at its end."""
+        """Enter the time of one case; its end calls the callbacks on ``until_case_ends``."""
         with contextlib.ExitStack() as stack:
             self._of_case = stack
             try:
@@ -52,12 +52,12 @@ class World:
 
     @property
     def until_case_ends(self) -> contextlib.ExitStack:
-        """For what a case has to undo."""
+        """Callbacks of the current case."""
         assert self._of_case is not None, "no case runs"
         return self._of_case
 
     def scheduler(self, backend: str) -> Scheduler:
-        """A scheduler.
+        """Return a scheduler.
 
         Args:
             backend: 'local'; 'ray', the one embedded cluster; on the same cluster 'ray_tls' and
@@ -67,7 +67,7 @@ class World:
         if backend in self._broken:
             raise RuntimeError(f"the scheduler {backend!r} could not be made, as was said above")
         if backend not in self._schedulers:
-            # unless all goes well; many cases would each wait for it in vain
+            # Removed after a successful start: later cases do not repeat a start that failed.
             self._broken.add(backend)
             if backend in ("ray_tls", "ray_tcp"):
                 self.scheduler("ray")
@@ -84,7 +84,7 @@ class World:
         return self._schedulers[backend]
 
     def workers(self, backend: str) -> Scheduler:
-        """The scheduler, with an Engine in each of its workers 'w/0' to 'w/15'."""
+        """Return the scheduler, with an Engine in each of its workers 'w/0' to 'w/15'."""
         scheduler = self.scheduler(backend)
         if backend not in self._equipped:
             job = Job(role="w", replicas=NUM_WORKERS, tasks=[SchedulingSpec(cpu=0.1)])
@@ -99,7 +99,7 @@ class World:
 
     @functools.cached_property
     def actors(self) -> list[Any]:
-        """As many bare actors with Ray's default options, on the embedded cluster."""
+        """Return as many bare actors with Ray's default options, on the embedded cluster."""
         self.scheduler("ray")
         import ray
 
@@ -109,7 +109,7 @@ class World:
 
     @functools.cached_property
     def run(self) -> Callable[[Coroutine[Any, Any, Any]], Any]:
-        """Runs a coroutine on the script's own event loop, as a script of coroutines has one."""
+        """Return a function that runs a coroutine on an event loop of the script."""
         return self._all.enter_context(asyncio.Runner()).run
 
 

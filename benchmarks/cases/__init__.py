@@ -1,4 +1,4 @@
-"""All cases, declared by being imported."""
+"""Imports all modules of cases, which declare them."""
 
 from benchmarks.cases import (  # noqa: F401
     agents,

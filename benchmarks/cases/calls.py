@@ -1,4 +1,4 @@
-"""Empty calls: latency, one to each of several workers, and throughput of many in flight."""
+"""Empty calls: latency, fan-out to several workers, and throughput of many in flight."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _each(backend: str, num_workers: int) -> None:
         floor="ray.get of a bare call to each",
     )
     def each(world: World) -> Pair:
-        """As the controllers and worker groups call their workers."""
+        """Call workers as controllers and worker groups do."""
         scheduler = world.workers(backend)
         calls = {f"w/{index}": Call() for index in range(num_workers)}
         return _beside_bare(
@@ -97,7 +97,7 @@ def _each(backend: str, num_workers: int) -> None:
         floor="ray.get of a bare call to each",
     )
     def gathered(world: World) -> Pair:
-        """By asyncio.gather on the script's own loop."""
+        """Call workers by asyncio.gather on the script's own loop."""
         return _beside_bare(world, num_workers, _gathered(world, backend, num_workers, num_workers))
 
 
@@ -136,7 +136,7 @@ def _pipelined(backend: str, num_workers: int) -> None:
 
 
 def _gathered(world: World, backend: str, num_workers: int, num_calls: int) -> Callable[[], Any]:
-    """So many calls over so many workers, all in flight at once."""
+    """Make this many calls to this many workers, all in flight at once."""
     scheduler = world.workers(backend)
 
     async def all_of_them() -> None:
@@ -163,7 +163,7 @@ for _backend in ("ray", "local"):
     floor="a round trip of the same messages over a bare Unix socket",
 )
 def local_socket(world: World) -> Pair:
-    """How far a local call is from what the operating system and the wire format allow."""
+    """Compare a local call with a bare round trip of the same frames over a socket."""
     scheduler = world.workers("local")
     echo = world.until_case_ends.enter_context(EchoProcess())
     connection = world.until_case_ends.enter_context(echo.connect())

@@ -22,7 +22,7 @@ _BESIDE = {
     ),
     "bare": ("bare_", ">= 0.8", "a loop of the model's own work: decoding, one pass back, AdamW"),
 }
-"""Side -> prefix of its cases, goal, and what it is.
+"""Side -> prefix of its cases, goal and description.
 
 On the CPU nearly all of a step is the model's own work: the bare loop itself is only 1.1 times as
 fast as TRL, and no trainer on transformers' layers can be much faster.

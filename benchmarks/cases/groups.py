@@ -1,6 +1,4 @@
-"""Worker groups: beside the calls that they are made of, beside copying the bytes that they move;
-one value to many workers.
-"""
+"""Worker groups, compared with plain calls and copies of bytes, and one value to many workers."""
 
 from __future__ import annotations
 
@@ -21,20 +19,20 @@ NUM_BYTES = 64 << 20
 
 
 class Member(GroupWorker):
-    """Takes what comes and returns nothing, or all of it."""
+    """Takes a value and returns nothing, or returns it."""
 
     @register(Dispatch.ONE_TO_ALL)
     def take(self, value: Any) -> None:
-        """For the way there."""
+        """Take a value."""
 
     @register(Dispatch.DP_MP_COMPUTE)
     def share(self, batch: Batch) -> list[None]:
-        """For the way there, cut."""
+        """Take a share of a batch."""
         return []
 
     @register(Dispatch.DP_MP_COMPUTE)
     def same(self, batch: Batch) -> Batch:
-        """For the way there and back."""
+        """Take and return a share of a batch."""
         return batch
 
 
@@ -52,7 +50,7 @@ class Counted:
 
 
 def _cluster(world: World, backend: str, name: str, num_ranks: int) -> Cluster[Member]:
-    """A group for the time of the case."""
+    """Make a group for the time of the case."""
     manager = world.until_case_ends.enter_context(
         ResourceManager(0, scheduler=world.scheduler(backend))
     )

@@ -1,4 +1,4 @@
-"""What importing the library costs a process."""
+"""Duration of importing the library in a new process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.world import World
 
 @case("imports.helmsman", unit="ms", floor="python -c pass")
 def helmsman(world: World) -> Pair:
-    """A whole process that imports it."""
+    """Run a whole process that imports the library."""
     return Pair(ours=_process("import helmsman"), floor=_process("pass"), rounds=12, warm_up=2)
 
 

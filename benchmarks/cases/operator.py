@@ -62,7 +62,7 @@ class Waiting:
 
 
 def _run(world: World) -> FoundRun:
-    """A run of 1,000 workers that are all in a call."""
+    """Make a run of 1,000 workers that are all in a call."""
     Waiting.ended.clear()
     folder = world.until_case_ends.enter_context(tempfile.TemporaryDirectory())
     scheduler = InlineScheduler(log_dir=Path(folder) / "logs")
@@ -96,7 +96,7 @@ def event(world: World) -> Pair:
 
 @case("operator.recorder", unit="us", floor="an empty call without the recorder")
 def recorder(world: World) -> Pair:
-    """Both sides of a call record it."""
+    """Measure a call that both sides record."""
     scheduler = world.scheduler("local")
     job = Job(role="recorded", replicas=1, tasks=[SchedulingSpec(cpu=0.1)])
     (worker,) = scheduler.create_workers(job)
@@ -107,7 +107,8 @@ def recorder(world: World) -> Pair:
     figures: dict[bool, list[float]] = {True: [], False: []}
 
     def take_turns() -> None:
-        # Call by call: over longer times, the speed of a machine varies by more than the recorder.
+        # The sides alternate call by call: over longer times, the speed of a machine varies by more
+        # than the cost of the recorder.
         took: dict[bool, list[float]] = {True: [], False: []}
         for number in range(CALLS):
             switch.is_on = is_on = number % 2 == 0

@@ -9,7 +9,7 @@ from benchmarks.harness import Pair, case
 from benchmarks.world import World
 
 NUM_PARAMETERS = 340
-"""Of a model with 28 layers of 12, and 4 others."""
+"""Parameters of a model with 28 layers of 12, and 4 others."""
 SHAPE = (256, 64)
 
 

@@ -1,4 +1,4 @@
-"""What packing brings a train engine, and what it costs where nothing is to be gained."""
+"""Gain of packing in a train engine, and its cost for samples of equal length."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 MAX_TOKENS = 2048
-"""Of a micro-batch; the samples below make four to eight of them."""
+"""Tokens of a micro-batch; the samples make four to eight micro-batches."""
 
 
 def _lengths(kind: str) -> list[int]:
-    """Tokens of 32 samples: all of one length, or as of chains of thought, most of them short and a
-    few ten times as long.
+    """Return the lengths of 32 samples: all equal, or most of them short and a few ten times as
+    long, like chains of thought.
     """
     draw = random.Random(0)
     return (

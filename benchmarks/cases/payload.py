@@ -1,8 +1,8 @@
-"""One call with a tensor or an array as its argument or result: beside a bare Ray call with the
-same value, and beside a copy.
+"""One call with a tensor or an array as its argument or result, compared with a bare Ray call and
+with a copy.
 
-An argument has arrived when the method has it in memory of its own that may be written to; Ray's
-own numpy arguments are read-only views.
+An argument has arrived when the method has it in writable memory of its own; Ray's own numpy
+arguments are read-only views.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long planning takes on large clusters, and how often a plan is found that is hard to find."""
+"""Duration of planning on large clusters, and the share of hard plans that are found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_PLANTED = 60
 
 
 def cluster(num_nodes: int) -> ClusterSnapshot:
-    """Nodes of eight GPUs."""
+    """Make a cluster of nodes with eight GPUs."""
     total = {"CPU": 128.0, "GPU": float(DEVICES), "memory": 1e12}
     nodes = [
         NodeState(
@@ -33,7 +33,7 @@ def cluster(num_nodes: int) -> ClusterSnapshot:
 
 
 def job(role: str, replicas: int, gpu: int, strategy: Any = "separate", **fields: Any) -> Job:
-    """A job of replicas that are alike."""
+    """Make a job of equal replicas."""
     tasks = [SchedulingSpec(cpu=4, gpu=gpu, mem=10, ray_placement_strategy=strategy, **fields)]
     return Job(role=role, replicas=replicas, tasks=tasks)
 
@@ -65,8 +65,8 @@ SIZES: dict[str, tuple[int, list[Job]]] = {
 
 
 def first_fit(num_nodes: int, jobs: list[Job]) -> list[tuple[str, int, int]]:
-    """(role, replica, node) for each device, by a loop that looks at nothing but the number of free
-    devices.
+    """Return (role, replica, node) for each device, by a loop that considers only the number of
+    free devices.
     """
     free = [DEVICES] * num_nodes
     placed, node = [], 0  # type: ignore[var-annotated]
@@ -103,8 +103,9 @@ for _name, (_num_nodes, _jobs) in SIZES.items():
 
 
 def planted(rng: random.Random, num_nodes: int) -> tuple[ClusterSnapshot, list[Job]]:
-    """Nodes cut at random into bundles without a remainder, and the jobs that ask for just these
-    bundles.
+    """Divide nodes at random into bundles without a remainder.
+
+    Returns the nodes, and the jobs that request exactly these bundles.
     """
     nodes, bundles = [], Counter[tuple[int, int]]()
     for index in range(num_nodes):

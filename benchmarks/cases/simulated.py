@@ -1,5 +1,5 @@
-"""A thousand workers that answer at once: what calls on them and their health cost the controller,
-in CPU and memory.
+"""CPU and memory of the controller for calls to a thousand workers that answer at once, and for
+their health.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _fleet(world: World) -> tuple[BackendScheduler, SimulatedBackend, Cluster[Me
 
 
 def _cpu_s(work: Callable[[], Any]) -> Callable[[], float]:
-    """What takes the CPU seconds of a run, of all threads of this process."""
+    """Return a function that measures the CPU seconds of all threads during a run of the work."""
 
     def taken() -> float:
         start = time.process_time()
@@ -59,13 +59,13 @@ class _All:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def replied(self, reply: Reply, payload: Payload) -> None:
-        """One more."""
+        """Count a reply."""
         self._number -= 1
         if not self._number:
             self.done.set_result(None)
 
     def failed(self, error: Exception) -> None:
-        """None does."""
+        """Fail the case; the calls are not expected to fail."""
         self.done.set_exception(error)
 
 
@@ -76,9 +76,9 @@ class _All:
     floor="CPU of a bare loop of sends and receives over the same transports",
 )
 def group_call(world: World) -> Pair:
-    """One call to each of a thousand ranks."""
+    """Measure one call to each of a thousand ranks."""
     _, backend, cluster, _ = _fleet(world)
-    ids = itertools.count(1 << 40)  # apart from the clients' own
+    ids = itertools.count(1 << 40)  # distinct from the ids of the clients
     payload = encode(((None,), {}))
 
     async def bare() -> None:
@@ -105,7 +105,7 @@ def group_call(world: World) -> Pair:
     floor="CPU of a bare loop over bare sockets, without an event loop",
 )
 def group_call_beside_sockets(world: World) -> Pair:
-    """The same beside what the operating system and the wire format alone cost."""
+    """Compare the same calls with bare round trips of the frames over sockets."""
     _, _, cluster, echo = _fleet(world)
     connections = [world.until_case_ends.enter_context(echo.connect()) for _ in range(NUM_WORKERS)]
 
@@ -132,7 +132,7 @@ def group_call_beside_sockets(world: World) -> Pair:
     floor="the limit of 20 KB for each worker in the controller",
 )
 def memory(world: World) -> Pair:
-    """What Python holds in the controller for each worker of a group that was called once."""
+    """Measure Python's memory in the controller for each worker of a group that was called once."""
 
     def per_worker() -> float:
         gc.collect()
@@ -150,8 +150,8 @@ def memory(world: World) -> Pair:
 
 @case("simulated.health", unit="% core", goal="<= 0.02", floor="one core")
 def health(world: World) -> Pair:
-    """The health of a thousand workers, asked for once a second: percent of a core in the
-    controller.
+    """Measure the percentage of a core that the controller uses for the health of a thousand
+    workers, polled once a second.
     """
     scheduler, _, _, _ = _fleet(world)
     cpu_s = _cpu_s(scheduler.status)

@@ -1,4 +1,4 @@
-"""How long workers take to be there, and to be gone."""
+"""Duration of starts and ends of workers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ROOT = Path(__file__).parent.parent.parent
 
 @functools.cache
 def _started(kind: str, turn: int) -> dict[str, float]:
-    """What one process of benchmarks.starts tells; cases of the same turn share it."""
+    """Return the figures of one process of benchmarks.starts; cases of the same turn share them."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for name in (
         "RAY_AUTH_MODE",
         "RAY_AUTH_TOKEN",
     ):
-        # of the cluster that this process may have embedded
+        # variables of a cluster that this process may have embedded
         environment.pop(name, None)
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "seconds.json"
@@ -43,8 +43,8 @@ def _started(kind: str, turn: int) -> dict[str, float]:
 
 
 def _told(kind: str, figure: str) -> Callable[[], float]:
-    """Takes a figure of kind's processes, turn by turn; those of a foreign cluster change their
-    order.
+    """Return a function that takes a figure of a kind's processes, one process per turn; processes
+    with a foreign cluster alternate the order of the sides.
     """
     turns = itertools.count()
 
@@ -58,7 +58,7 @@ def _told(kind: str, figure: str) -> Callable[[], float]:
 
 
 def _processes_s(code: str, number: int) -> float:
-    """Seconds of so many bare interpreters started together."""
+    """Return the seconds that this many bare interpreters, started together, take."""
     start = time.perf_counter()
     started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(number)]
     for each in started:
@@ -117,7 +117,7 @@ for _number in SMALL:
     floor="bare actors that import torch, Ray's defaults; clusters are up",
 )
 def ray_torch(world: World) -> Pair:
-    """On an embedded cluster."""
+    """Start workers on an embedded cluster."""
     return Pair(
         ours=_told("embedded", "ready"),
         floor=_told("foreign", "bare"),
@@ -133,7 +133,7 @@ def ray_torch(world: World) -> Pair:
     floor="the same with the start of the clusters",
 )
 def ray_torch_from_nothing(world: World) -> Pair:
-    """On an embedded cluster, with its start."""
+    """Start an embedded cluster and workers on it."""
     return Pair(
         ours=_told("embedded", "whole"),
         floor=_told("foreign", "whole"),
@@ -150,7 +150,7 @@ def ray_torch_from_nothing(world: World) -> Pair:
     floor="bare actors that import torch, same cluster",
 )
 def ray_torch_joined(world: World) -> Pair:
-    """On a cluster that someone else has started."""
+    """Start workers on a cluster that was started with Ray's defaults."""
     return Pair(
         ours=_told("foreign", "ours"),
         floor=_told("foreign", "bare"),
@@ -167,7 +167,7 @@ def ray_torch_joined(world: World) -> Pair:
     floor="bare actors, with a placement group each too",
 )
 def ray_instances(world: World) -> Pair:
-    """Many groups at once."""
+    """Start many groups at once."""
     return Pair(
         ours=_told("instances", "ready"),
         floor=_told("bare_instances", "ready"),
@@ -179,7 +179,7 @@ def ray_instances(world: World) -> Pair:
 
 @case("teardown.local.16", unit="s", floor="16 bare interpreters, killed and awaited")
 def local_teardown(world: World) -> Pair:
-    """From delete_workers until every process is gone."""
+    """Measure from delete_workers until every process has exited."""
     scheduler = world.scheduler("local")
 
     def ours() -> float:
@@ -196,7 +196,7 @@ def local_teardown(world: World) -> Pair:
         ]
         for each in started:
             assert each.stdout is not None
-            each.stdout.readline()  # it is up
+            each.stdout.readline()  # the process is ready
         return _end_s(started)
 
     return Pair(ours=ours, floor=bare, rounds=4, returns_figure=True, warm_up=0)
@@ -215,7 +215,7 @@ def _end_s(processes: Sequence[subprocess.Popen[bytes]]) -> float:
     "teardown.ray.16", unit="s", floor="ray.kill of 16 bare actors, until each is known to be dead"
 )
 def ray_teardown(world: World) -> Pair:
-    """The same on the embedded cluster."""
+    """Measure the same on the embedded cluster."""
     scheduler = world.scheduler("ray")
 
     def ours() -> float:

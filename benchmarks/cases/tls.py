@@ -1,5 +1,5 @@
-"""What TLS costs small calls to workers of other machines, beside plain TCP and the Unix socket
-that one machine uses.
+"""Cost of TLS for small calls to workers of other machines, compared with plain TCP and the Unix
+socket of one machine.
 
 All three connect to workers of this machine, so no network hides the difference.
 """
@@ -63,7 +63,7 @@ _compare("unix", "ray")
 
 @case("tls.certificate", unit="ms", floor="none: 20 ms")
 def certificate(world: World) -> Pair:
-    """A key, a certificate and a context, once for each worker of another machine and once for a
-    head.
+    """Make a key, a certificate and a context, as each worker of another machine and each head
+    does once.
     """
     return Pair(ours=server_tls, floor=20.0, rounds=10)

@@ -1,4 +1,4 @@
-"""What ``helmsman up`` costs beside the bare ``ray start`` that it supervises."""
+"""Cost of ``helmsman up``, compared with the bare ``ray start`` that it supervises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STARTED = b"Ray runtime started."
     floor="ray start --head --block until it says that it has started, and its end by SIGTERM",
 )
 def alone(world: World) -> Pair:
-    """One node: its Ray, a script that does nothing, and the end of it all."""
+    """Start Ray on one node, run an empty script, and end everything."""
     folder = tempfile.mkdtemp(prefix="up-", dir="/tmp")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
         "RAY_AUTH_MODE": "disabled",

@@ -1,5 +1,5 @@
-"""What it costs to watch: health asked for ten times a second while workers are idle and while they
-work, and log lines.
+"""Cost of health polls, ten a second, while workers are idle and while they work, and of log
+lines.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _polling(scheduler: Scheduler) -> Iterator[None]:
 def _declare(backend: str) -> None:
     @case(f"health.{backend}.idle", unit="% core", floor="one core")
     def idle(world: World) -> Pair:
-        """CPU of the controller and of all workers, in addition to their idle use."""
+        """Measure CPU of the controller and all workers, beyond their idle use."""
         scheduler, _ = _workers(world, backend, NUM_WORKERS)
         watched = {
             status.worker_id
@@ -88,7 +88,7 @@ def _declare(backend: str) -> None:
         floor="the same work in as many workers as there are cores, unwatched",
     )
     def load(world: World) -> Pair:
-        """How much longer work takes in workers that are asked."""
+        """Compare the duration of work in polled workers with that in others."""
         scheduler, workers = _workers(world, backend, len(os.sched_getaffinity(0)))
 
         async def work() -> None:
@@ -111,7 +111,7 @@ def _declare(backend: str) -> None:
         floor=f"{LINES} lines written to a file by the engine itself",
     )
     def logging(world: World) -> Pair:
-        """Lines that an engine prints."""
+        """Measure lines that an engine prints."""
         scheduler, (worker,) = _workers(world, backend, 1)
         return Pair(
             ours=lambda: scheduler.call_engine(worker, "print_lines", "worker", LINES),

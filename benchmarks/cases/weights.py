@@ -1,4 +1,4 @@
-"""Weights from one worker to another, past the script."""
+"""Transfer of weights from one worker to another, without the script."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What needs an accelerator, checked and measured on one: make gpu-check"""
+"""Checks and measurements that need an accelerator: make gpu-check"""

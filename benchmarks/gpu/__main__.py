@@ -27,7 +27,7 @@ OUT = Path(__file__).parents[1] / "out" / "gpu.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when no check failed; 1 when one did; 2 when there is no device, or no check of that
+    """Run checks; returns 0 when none failed, 1 when one did, 2 without devices or for an unknown
     name.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(names: Sequence[str], machine: Machine, out: Path) -> int:
-    """Perform checks one after the other, print and write the table; returns the exit code."""
+    """Perform checks one after another, print and write the table; returns the exit code."""
     if not machine.num_devices:
         print(
             "this machine has no accelerator that Helmsman sees (`helmsman doctor` says what it "
@@ -100,7 +100,7 @@ HEADER = "| check | result | s | figures |\n|---|---|---|---|"
 
 
 def line(outcome: Outcome) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     figures = "; ".join(
         f"{what} {figure}" for what, figure in outcome.figures.items()
     ) or outcome.reason.replace("|", "/")
@@ -108,7 +108,7 @@ def line(outcome: Outcome) -> str:
 
 
 def about(machine: Machine) -> str:
-    """When, on what and with which versions."""
+    """Describe the machine, the date and the versions."""
     versions = [f"Python {platform.python_version()}"]
     for package in ("torch", "torch_npu", "transformers", "vllm", "ray", "helmsman"):
         try:

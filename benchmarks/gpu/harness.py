@@ -1,4 +1,4 @@
-"""Checks, what they run on, and what they give."""
+"""Checks, the devices they run on, and their outcomes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from helmsman import LocalScheduler, SchedulingSpec
 
 
 class DevicesMissingError(Exception):
-    """What a check needs is not on this machine; the message says what."""
+    """This machine lacks devices that a check needs; the message names them."""
 
 
 class Machine:
     """The devices of this machine, and the scheduler whose workers run on them.
 
     Args:
-        scheduler: the scheduler of all checks; each deletes its roles.
-        is_rehearsal: whether its devices are the CPU.
+        scheduler: The scheduler of all checks; each check deletes its roles.
+        is_rehearsal: Whether its devices are the CPU.
     """
 
     def __init__(self, scheduler: LocalScheduler, *, is_rehearsal: bool) -> None:
@@ -40,15 +40,15 @@ class Machine:
             "tie_word_embeddings": False,
             "initializer_range": 0.1,
         }
-        """0.4 billion parameters; in a rehearsal next to none."""
+        """A model of 0.4 billion parameters; a rehearsal uses a tiny one."""
 
     def spec(self, devices: int = 1, *, on_host: bool = False) -> SchedulingSpec:
-        """A worker's share."""
+        """Return the resources of a worker."""
         env_vars = {"HELMSMAN_PLATFORM": "cpu"} if on_host or self.is_rehearsal else {}
         return SchedulingSpec(cpu=0.5, gpu=0 if on_host else devices, env_vars=env_vars)
 
     def require(self, num_devices: int, why: str) -> None:
-        """Raises: DevicesMissingError with fewer devices."""
+        """Raise DevicesMissingError if there are fewer devices."""
         if self.num_devices < num_devices:
             raise DevicesMissingError(
                 f"{why} needs {num_devices} devices; this machine has {self.num_devices}"
@@ -56,7 +56,7 @@ class Machine:
 
 
 Check = Callable[[Machine], dict[str, str]]
-"""Returns figures by what they are of; raises AssertionError, or whatever went wrong."""
+"""Returns figures by name; raises AssertionError, or the error of a failed call."""
 CHECKS: dict[str, Check] = {}
 
 
@@ -71,7 +71,7 @@ def check(name: str) -> Callable[[Check], Check]:
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a check."""
+    """The outcome of a check."""
 
     name: str
     result: str
@@ -90,7 +90,7 @@ def perform(name: str, machine: Machine) -> Outcome:
         return Outcome(
             name=name, result="not run", seconds=time.monotonic() - started, reason=str(reason)
         )
-    # One failed check shall not cost the figures of the others
+    # A failed check does not discard the figures of the others.
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         told = f"{type(error).__name__}: {error}".strip().splitlines()[0]

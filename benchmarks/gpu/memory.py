@@ -16,7 +16,7 @@ ROLLOUT = "helmsman.engines.rollout.HFRolloutEngine"
 
 @check("memory.offload")
 def offload(machine: Machine) -> dict[str, str]:
-    """Losses with the optimizer, and with all of the state, on the host are those without."""
+    """Losses are the same with the optimizer on the host, and with all of the state there."""
     plain = losses_of(machine, machine.num_devices, compute_dtype="float32")
     figures = {}
     for kind in ("optimizer", "all"):
@@ -29,7 +29,7 @@ def offload(machine: Machine) -> dict[str, str]:
 
 @check("memory.sleep")
 def sleep(machine: Machine) -> dict[str, str]:
-    """A trainer that sleeps leaves its device almost empty, and goes on where it was."""
+    """A trainer that sleeps frees almost all of its device, and continues with the same losses."""
     batch = samples_of(8, 64, machine.model["vocab_size"], 0)
     scheduler = machine.scheduler
     with training(machine, machine.num_devices) as trainer:
@@ -61,8 +61,8 @@ def sleep(machine: Machine) -> dict[str, str]:
 
 @check("memory.turns")
 def turns(machine: Machine) -> dict[str, str]:
-    """A trainer and a rollout on the same devices, some steps in turns; each token by the weights
-    of the step before.
+    """A trainer and a rollout alternate on the same devices; each token is generated with the
+    weights of the previous step.
     """
     model = machine.model
     shared = SchedulingStrategy(type="colocation", target="train", fork=True)

@@ -1,4 +1,4 @@
-"""Rollouts and weights."""
+"""Checks of rollouts and of weight updates."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ HF = "helmsman.engines.rollout.HFRolloutEngine"
 
 @contextlib.contextmanager
 def rolling(machine: Machine, **config: Any) -> Iterator[RolloutController]:
-    """A rollout instance that is ready; on the train worker's own device where there is no
-    other.
-    """
+    """Yield a ready rollout instance; on a machine with one device, on that of the trainer."""
     beside = machine.num_devices == 1 and bool(machine.scheduler.status())
     strategy = (
         SchedulingStrategy(type="colocation", target="train", fork=True)
@@ -43,7 +41,7 @@ def rolling(machine: Machine, **config: Any) -> Iterator[RolloutController]:
 
 
 def prompts_of(machine: Machine, count: int) -> list[list[int]]:
-    """Random prompts."""
+    """Return random prompts."""
     return [
         list(sample["input_ids"])
         for sample in samples_of(count, 64, machine.model["vocab_size"], 1)
@@ -53,8 +51,8 @@ def prompts_of(machine: Machine, count: int) -> list[list[int]]:
 def difference(
     trainer: Any, rollout: RolloutController, prompts: list[list[int]], new_tokens: int
 ) -> tuple[float, float]:
-    """Largest and mean absolute difference of log-probabilities of the same sampled tokens, rollout
-    against trainer.
+    """Return the largest and mean absolute difference between rollout and trainer in the
+    log-probabilities of sampled tokens.
     """
     results = rollout.generate(prompts, SamplingParams(max_new_tokens=new_tokens, seed=1))
     samples = [
@@ -71,7 +69,7 @@ def difference(
 
 @check("rollouts.speed")
 def speed(machine: Machine) -> dict[str, str]:
-    """Tokens per second of one HFRolloutEngine in bfloat16."""
+    """Measure the tokens per second of one HFRolloutEngine in bfloat16."""
     prompts, new_tokens = prompts_of(machine, 64), 8 if machine.is_rehearsal else 128
     with rolling(machine, dtype="bfloat16") as rollout:
         rollout.generate(prompts[:4], SamplingParams(max_new_tokens=4))
@@ -83,7 +81,7 @@ def speed(machine: Machine) -> dict[str, str]:
 
 @check("rollouts.logprobs")
 def logprobs(machine: Machine) -> dict[str, str]:
-    """Log-probabilities of the rollout engine and of the trainer on the same tokens, in float32."""
+    """Compare log-probabilities of rollout engine and trainer on the same tokens, in float32."""
     with (
         training(machine, 1, compute_dtype="float32") as trainer,
         rolling(machine, dtype="float32") as rollout,
@@ -100,7 +98,7 @@ def of_a_sync(
     prompts: list[list[int]],
     batch: list[dict[str, Any]],
 ) -> str:
-    """What a sync after a step takes; the instance must then say what the trainer says."""
+    """Measure a sync after a step, and check that instance and trainer then agree."""
     sync = WeightSync(trainer, rollout, way)
     sync.push()  # connects, and maps memory
     trainer.train_batch(batch, "sft")
@@ -114,7 +112,7 @@ def of_a_sync(
 
 @check("weights.shared_device")
 def shared_device(machine: Machine) -> dict[str, str]:
-    """A sync between processes on the same devices: by buffers there, and by the host's memory."""
+    """Compare syncs on the same devices, by buffers on them and by the host's memory."""
     figures = {}
     prompts, batch = prompts_of(machine, 8), samples_of(4, 64, machine.model["vocab_size"], 2)
     beside = SchedulingStrategy(type="colocation", target="train", fork=True)
@@ -140,9 +138,7 @@ def shared_device(machine: Machine) -> dict[str, str]:
 
 @check("weights.three_ways")
 def three_ways(machine: Machine) -> dict[str, str]:
-    """A sync after a step by each way: the time, and that the instance then says what the trainer
-    says.
-    """
+    """Measure a sync after a step by each way, and check that instance and trainer then agree."""
     figures = {}
     prompts, batch = prompts_of(machine, 8), samples_of(4, 64, machine.model["vocab_size"], 2)
     with (
@@ -156,7 +152,7 @@ def three_ways(machine: Machine) -> dict[str, str]:
             "disk": ViaDisk(folder),
         }.items():
             if name == "collective" and machine.num_devices == 1:
-                figures[name] = "needs two devices"  # NCCL takes no two ranks on one
+                figures[name] = "needs two devices"  # NCCL refuses two ranks on one device
                 continue
             figures[name] = of_a_sync(trainer, rollout, way, prompts, batch)
     return figures

@@ -1,4 +1,4 @@
-"""Devices and training."""
+"""Checks of devices and of training."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ NUM_STEPS = 5
 
 
 class Probe:
-    """Says which device a worker has, and uses it; also as a second engine in a train worker."""
+    """Reports and uses the device of a worker; also as a second engine of a train worker."""
 
     def peak(self) -> int:
-        """The most that was allocated there so far, in bytes."""
+        """Return the peak of allocated memory, in bytes."""
         from helmsman.api.platforms import current_platform
 
         return current_platform.memory_stats().peak_allocated_bytes
 
     def device(self) -> dict[str, Any]:
-        """Its kind, the ids it may see, its identity, and whether a product computed there is
-        right.
+        """Return the device's kind, visible ids and identity, and whether a product computed there
+        is right.
         """
         import torch
 
@@ -56,7 +56,7 @@ class Probe:
 
 @check("devices.binding")
 def binding(machine: Machine) -> dict[str, str]:
-    """Each worker sees its own device and no other, and the driver none."""
+    """Each worker sees only its own device, and the driver sees none."""
     count = machine.num_devices
     scheduler = machine.scheduler
     workers = scheduler.create_workers(Job(role="probe", replicas=count, tasks=[machine.spec()]))
@@ -80,7 +80,7 @@ def binding(machine: Machine) -> dict[str, str]:
 
 
 def samples_of(count: int, longest: int, vocab: int, seed: int) -> list[dict[str, Any]]:
-    """Random sequences of skewed lengths."""
+    """Return random sequences of skewed lengths."""
     rng = random.Random(seed)
     lengths = [
         max(8, min(longest, int(rng.lognormvariate(math.log(longest / 4), 0.8))))
@@ -93,7 +93,7 @@ def samples_of(count: int, longest: int, vocab: int, seed: int) -> list[dict[str
 def training(
     machine: Machine, ranks: int, *, on_host: bool = False, **config: Any
 ) -> Iterator[Any]:
-    """A training job that is ready."""
+    """Yield a ready training job."""
     parallel = config.get("tensor_parallel_size", 1) * config.get("context_parallel_size", 1)
     job = Job(role="train", replicas=ranks, tasks=[machine.spec(on_host=on_host)])
     engine: dict[str, Any] = {"model": machine.model, "lr": 1e-3, **config}
@@ -108,7 +108,7 @@ def training(
 
 
 def losses_of(machine: Machine, ranks: int, *, on_host: bool = False, **config: Any) -> list[float]:
-    """Of some steps on the same batches, whatever the ranks."""
+    """Return the losses of some steps on the same batches, for any number of ranks."""
     longest = 64
     with training(machine, ranks, on_host=on_host, **config) as trainer:
         return [
@@ -122,13 +122,13 @@ def losses_of(machine: Machine, ranks: int, *, on_host: bool = False, **config: 
 
 
 def largest_difference(left: list[float], right: list[float]) -> float:
-    """Relative, of losses that should be the same."""
+    """Return the largest relative difference of two series of losses."""
     return max(abs(one - other) / abs(other) for one, other in zip(left, right, strict=True))
 
 
 @check("training.same_losses_as_the_host")
 def same_losses(machine: Machine) -> dict[str, str]:
-    """Losses on the devices, in float32 and in bfloat16, against one rank on the host in
+    """Compare losses on the devices, in float32 and in bfloat16, with one rank on the host in
     float32.
     """
     floor = losses_of(machine, 1, on_host=True, compute_dtype="float32")
@@ -149,8 +149,8 @@ def same_losses(machine: Machine) -> dict[str, str]:
 
 @check("training.speed_and_memory")
 def speed(machine: Machine) -> dict[str, str]:
-    """Tokens per second and peak memory of a step in bfloat16: as it is, and with each layer
-    recomputed.
+    """Measure tokens per second and peak memory of a step in bfloat16, with and without recomputed
+    layers.
     """
     figures = {}
     longest = 64 if machine.is_rehearsal else 2048
