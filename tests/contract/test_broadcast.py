@@ -13,7 +13,7 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from tests.contract.engines import OneWay, Ranked, Unloadable
 from tests.contract.helpers import LIMIT_S, Engine
-from tests.contract.marks import needs_processes, ray_smoke
+from tests.contract.marks import needs_processes
 
 pytestmark = [pytest.mark.slow, needs_processes]
 
@@ -52,7 +52,6 @@ def _both(
     return outcomes
 
 
-@ray_smoke
 def test_broadcast_head_arguments_reach_all(ranks: list[Engine]) -> None:
     outcomes = _both(ranks, "receive", [("from the head", [1, 2]), ("ignored",)])
     assert outcomes == [(("from the head", [1, 2]), {})] * 2

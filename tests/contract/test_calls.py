@@ -52,7 +52,6 @@ def test_delete_workers_destroys_engines(scheduler: Scheduler, role: str, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
-@ray_smoke
 @needs_processes
 def test_delete_workers_rank_zero_last(scheduler: Scheduler, role: str) -> None:
     ids = scheduler.create_workers(Job(role=role, replicas=3))

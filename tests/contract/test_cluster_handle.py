@@ -59,7 +59,6 @@ class StorageUser(GroupWorker):
         return was_first, self._storage.execute_rank_zero_sync("get", "rank")[0]
 
 
-@ray_smoke
 def test_handle_in_worker(resources: ResourceManager, role: str) -> None:
     config = ClusterConfig(world_size=1, num_cpus=0.5, env_vars=ON_CPU)
     users = ClusterConfig(world_size=3, num_cpus=0.5, env_vars=ON_CPU)

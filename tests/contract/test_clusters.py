@@ -84,7 +84,6 @@ def test_resource_manager_holds_devices(scheduler: Scheduler, resources: Resourc
 # --- values ---------------------------------------------------------------------------------------
 
 
-@ray_smoke
 def test_arguments_are_rank_local(members: Members, make_cluster: Callable[..., Members]) -> None:
     value = np.zeros(1 << 16)
     results = members.echo(value)

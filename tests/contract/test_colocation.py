@@ -38,7 +38,6 @@ def test_alias_shares_workers(scheduler: Scheduler, role: str) -> None:
         critic.call("add")
 
 
-@ray_smoke
 @needs_processes
 def test_alias_of_unequal_size(scheduler: Scheduler, role: str) -> None:
     target = scheduler.create_workers(Job(role=role, replicas=4))

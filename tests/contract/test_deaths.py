@@ -27,11 +27,16 @@ NOTICE_LIMIT_S = 2.0
 """Limit for reporting a worker's death to callers."""
 
 
-@ray_smoke
 @pytest.mark.parametrize(
     ("how", "exit_signal", "exit_code", "cause"),
     [
-        ("SIGKILL", signal.SIGKILL, None, "was ended by SIGKILL (sender unknown)"),
+        pytest.param(
+            "SIGKILL",
+            signal.SIGKILL,
+            None,
+            "was ended by SIGKILL (sender unknown)",
+            marks=ray_smoke,
+        ),
         ("SIGSEGV", signal.SIGSEGV, None, "was ended by SIGSEGV"),
         ("exit 3", None, 3, "exited with code 3"),
     ],
@@ -171,8 +176,9 @@ def test_worker_death_controller_next_step(
         Engine.create(scheduler, worker, Counter).call("die", "exit 3")
 
 
-@ray_smoke
-@pytest.mark.parametrize("operation", ["delete_workers", "restart_worker"])
+@pytest.mark.parametrize(
+    "operation", ["delete_workers", pytest.param("restart_worker", marks=ray_smoke)]
+)
 def test_worker_ended_by_scheduler_cause(
     scheduler: Scheduler, role: str, gate: Gate, operation: str
 ) -> None:
@@ -190,7 +196,6 @@ def test_worker_ended_by_scheduler_cause(
     assert "SIGKILL" not in str(caught.value)
 
 
-@ray_smoke
 def test_worker_death_in_constructor(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     with pytest.raises(errors.WorkerFailedError) as caught:
@@ -217,7 +222,6 @@ def test_worker_death_while_idle(scheduler: Scheduler, role: str) -> None:
     assert {s.worker_id: s for s in scheduler.status()}[worker].state is WorkerState.FAILED
 
 
-@ray_smoke
 def test_worker_stopped_is_not_dead(own: Engine) -> None:
     pid = own.call("pid")
     stop(pid)

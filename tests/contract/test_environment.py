@@ -41,7 +41,6 @@ def torch_threads() -> int:
     return torch.get_num_threads()
 
 
-@ray_smoke
 def test_environment_unusual_values(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=UNUSUAL)]))
     engine = Engine.create(scheduler, worker, Counter)
@@ -130,7 +129,6 @@ def test_environment_threads_follow_cpus(scheduler: Scheduler, role: str) -> Non
         assert engine.call("apply", torch_threads) == count
 
 
-@ray_smoke
 def test_environment_search_path(
     scheduler: Scheduler, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

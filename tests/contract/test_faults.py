@@ -27,7 +27,7 @@ from tests.contract.helpers import (
     wait_gone,
     wait_until,
 )
-from tests.contract.marks import needs_processes, only_local, ray_smoke
+from tests.contract.marks import needs_processes, only_local
 from tests.processes import command_of
 
 pytestmark = needs_processes
@@ -74,7 +74,6 @@ def _helpers(pid: int) -> dict[str, int]:
     return found
 
 
-@ray_smoke
 def test_kill_fails_calls(scheduler: Scheduler, own: Engine, engine: Engine, gate: Gate) -> None:
     pid = own.call("pid")
     running = own.begin("wait", *gate.files)

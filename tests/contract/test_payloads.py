@@ -81,8 +81,7 @@ def test_payload_kinds(engine: Engine) -> None:
     assert engine.call("apply", lambda number: number + bound, 5) == 15, "closures are pickled"
 
 
-@ray_smoke
-@pytest.mark.parametrize("size", [100, 200_000, 8 << 20])
+@pytest.mark.parametrize("size", [100, 200_000, pytest.param(8 << 20, marks=ray_smoke)])
 def test_payload_belongs_to_receiver(engine: Engine, size: int) -> None:
     array = numpy.full(size, 7, dtype=numpy.uint8)
     assert engine.call("total", array) == 7 * size
@@ -198,7 +197,6 @@ def test_kept_result_small(engine: Engine, peer: Engine) -> None:
     assert peer.call("add", asynchronous) == 3
 
 
-@ray_smoke
 @needs_processes
 def test_kept_result_dies_with_worker(scheduler: Scheduler, role: str, peer: Engine) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))

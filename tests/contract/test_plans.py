@@ -37,7 +37,6 @@ def test_plan_matches_start(scheduler: Scheduler, role: str) -> None:
         scheduler.get_workers(f"{role}-beside")
 
 
-@ray_smoke
 def test_plan_names_holder(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, gpu=6)]))
     with pytest.raises(errors.PlacementTimeoutError, match=f"{role}"):

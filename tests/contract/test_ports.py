@@ -136,7 +136,6 @@ def test_ports_of_killed_worker_free(scheduler: Scheduler, role: str, available:
 # --- commands -------------------------------------------------------------------------------------
 
 
-@ray_smoke
 def test_command_binds_ports(scheduler: Scheduler, role: str) -> None:
     two = SchedulingSpec(
         cmd="http.server --bind 127.0.0.1 {port1}",

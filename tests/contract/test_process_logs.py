@@ -58,7 +58,6 @@ def test_titles_show_role_and_calls(
     assert "PATH" in psutil.Process(pid).environ(), "the environment is unchanged"
 
 
-@ray_smoke
 @needs_processes
 def test_worker_output_is_printed(
     scheduler: Scheduler, role: str, capsys: pytest.CaptureFixture[str]
@@ -166,7 +165,6 @@ def _driver_log(scheduler: Scheduler) -> list[str]:
     return [line.split(maxsplit=3)[3] for line in lines]
 
 
-@ray_smoke
 def test_driver_log_has_each_operation(
     make_own: Callable[..., Scheduler], backend: str, role: str
 ) -> None:

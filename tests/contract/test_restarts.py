@@ -17,7 +17,6 @@ from tests.contract.marks import needs_processes, ray_smoke
 ONE_DEVICE = SchedulingSpec(cpu=0, gpu=1, port_count=1)
 
 
-@ray_smoke
 @needs_processes
 def test_kill_worker_stopped(scheduler: Scheduler, role: str, gate: Gate) -> None:
     stopped, other = scheduler.create_workers(Job(role=role, replicas=2))

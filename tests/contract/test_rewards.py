@@ -12,7 +12,7 @@ import pytest
 
 from helmsman.api.errors import RewardLostError, RewardTimeoutError, RewardWorkersSpentError
 from tests.contract.helpers import LIMIT_S, Gate, is_running, wait_gone, wait_until
-from tests.contract.marks import needs_processes, only_local, ray_smoke
+from tests.contract.marks import needs_processes, only_local
 from tests.contract.pools import AACT, ACT, MakePool, begin, outcomes, pids
 
 
@@ -57,7 +57,6 @@ def test_reward_pool_async_blocks_loop(make_pool: MakePool, gate: Gate) -> None:
     assert pool.map([1]) == [2]
 
 
-@ray_smoke
 @needs_processes
 def test_reward_pool_worker_dies(make_pool: MakePool) -> None:
     pool = make_pool()

@@ -60,7 +60,6 @@ def test_scale_up_and_down(scheduler: Scheduler, backend: str, role: str) -> Non
     assert kept.call("add", 1) == 6
 
 
-@ray_smoke
 @needs_processes
 def test_scale_failure_changes_nothing(scheduler: Scheduler, backend: str, role: str) -> None:
     (first,) = scheduler.create_workers(_job(role, backend))

@@ -82,7 +82,6 @@ def _workers_of_this_machine() -> set[int]:
     return found
 
 
-@ray_smoke
 @needs_processes
 def test_create_workers_worker_ends(scheduler: Scheduler, role: str) -> None:
     """A worker cannot open its log, since a folder has that name."""

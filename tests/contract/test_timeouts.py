@@ -12,7 +12,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import WorkerState
-from tests.contract.helpers import FORMS, LIMIT_S, Engine, Gate, begin_as, held, stop, wait_until
+from tests.contract.helpers import LIMIT_S, Engine, Gate, begin_as, held, stop, wait_until
 from tests.contract.marks import needs_processes, ray_smoke
 
 
@@ -30,9 +30,8 @@ def test_timeout_near_zero_runs_at_most_once(engine: Engine) -> None:
         assert isinstance(outcome, errors.CallTimeoutError) or after == outcome
 
 
-@ray_smoke
 @needs_processes
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["sync", "async", pytest.param("group", marks=ray_smoke)])
 def test_timeout_of_stopped_worker(
     own: Engine, gate: Gate, caplog: pytest.LogCaptureFixture, form: str
 ) -> None:
