@@ -96,7 +96,7 @@ class EngineSuite:
 
     @pytest.mark.ci
     async def test_update_weights_from_memory(self, served: Served) -> None:
-        await served.generate([[1] * 300])  # whose keys and values must not be found again
+        await served.generate([[1] * 300])  # an update must drop these cached keys and values
         model = model_of(LLAMA, seed=2)
         tensors = weights_of(model)
         weights = WeightsInMemory(

@@ -1,4 +1,4 @@
-"""SDKs and agents, unchanged, in front of vLLM."""
+"""Run the tests of SDKs and agents with vLLM."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""vLLM as a rollout's instances beside FSDPTrainEngine's ranks, inside workers and as their
-servers: weights, deaths, ends.
-"""
+"""Test a rollout of vLLM instances, in workers or as servers, beside FSDPTrainEngine's ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ class World:
         )
 
     def children(self, worker_id: str, name: str = "") -> list[psutil.Process]:
-        """vLLM's processes of a worker: EngineCore, Worker; and a server with its guard."""
+        """Return vLLM's processes of a worker: EngineCore, Worker, and a server with its guard."""
         found = psutil.Process(self.pid(worker_id)).children(recursive=True)
         return [each for each in found if name in command_of(each)]
 
@@ -101,9 +99,7 @@ class World:
         return self.rollout.stats().instances[worker_id].state
 
     def require_the_trainers(self, what: str) -> None:
-        """Tokens and log-probabilities are those of the trainer's weights, of the trainer's
-        version, from both instances.
-        """
+        """Check that both instances serve the trainer's weights and report its version."""
         before, prompts = self.generated(), PROMPTS * 4
         results = self.rollout.generate(prompts, GREEDY)
         rows = self.trainer.forward(
@@ -174,7 +170,7 @@ def test_push_during_requests(world: World) -> None:
 
 
 def _begun(world: World) -> list[Future[GenerationResult]]:
-    """More requests than both instances decode at once, of which both have tokens."""
+    """Start more requests than both instances decode at once, and wait for tokens of both."""
     before = world.generated()
     futures = [
         world.rollout.submit([*prompt, number], LONG) for number in range(24) for prompt in PROMPTS
@@ -194,7 +190,7 @@ def test_vllm_death_fails_instance(world: World, name: str) -> None:
     worker, version = world.pid("rollout/0"), world.trainer.get_version()
     family = world.children("rollout/0")
     (victim,) = [each for each in family if name in command_of(each)]
-    # the other time it is idle, and only a probe can tell
+    # Without requests, only a probe detects the death.
     futures = _begun(world) if name == "EngineCore" else []
     victim.kill()
     assert not futures or not all(future.done() for future in futures)
@@ -214,7 +210,7 @@ def test_vllm_death_fails_instance(world: World, name: str) -> None:
     wait_until(lambda: world.state("rollout/0") is Health.HEALTHY, "it is rebuilt", limit_s=WAIT_S)
     assert world.pid("rollout/0") != worker
     _ended(family)
-    world.require_the_trainers(f"after the death of {name}")  # with the weights of the last update
+    world.require_the_trainers(f"after the death of {name}")
 
 
 def _ended(family: list[psutil.Process]) -> None:
@@ -229,7 +225,7 @@ def test_destroy_ends_vllm_processes(world: World) -> None:
 
 
 def test_worker_end_ends_vllm(world: World) -> None:
-    """The last test of this module: the instance is still being rebuilt when all is closed."""
+    """The last test of this module: the instance is still being rebuilt at the end."""
     worker, family = world.pid("rollout/1"), world.children("rollout/1")
     assert len(family) >= 3, (
         "EngineCore, its worker and Python's tracker of their shared memory; or guard, server, "
@@ -244,5 +240,5 @@ def test_worker_end_ends_vllm(world: World) -> None:
     assert shared
     os.kill(worker, signal.SIGKILL)
     _ended(family)
-    # The guard of a server kills that tracker, too, so names of memory may be left there.
+    # The guard of a server kills that tracker, too, so names of memory may be left.
     assert world.name == "server" or not [path for path in shared if os.path.exists(path)]

@@ -1,8 +1,7 @@
-"""Losses and their gradients against trl's own code, on the same logits.
+"""Test losses and their gradients against trl's own code, on the same logits.
 
-trl's losses are methods of its trainers; they are called on an object that has what they read and
-nothing else. trl normalises by itself, so ours are divided as the engine does it: by the tokens (or
-pairs) of the batch.
+trl's losses are methods of its trainers; the tests call them on an object with the attributes that
+they read. trl normalises its losses, so ours are divided by the tokens (or pairs) of the batch.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ ACCELERATOR = SimpleNamespace(
 
 
 def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Of every token given those before it; 0 at the first."""
+    """Return the log-probability of each token given those before it; 0 at the first."""
     return torch.nn.functional.pad(
         token_statistics(logits[:, :-1], input_ids[:, 1:], **kwargs).logprobs, (1, 0)
     )
 
 
 def entropies_of(logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Of every row of logits."""
+    """Return the entropy of each row of logits."""
     targets = torch.zeros(logits.shape[:-1], dtype=torch.int64)
     entropies = token_statistics(logits, targets, with_entropies=True, **kwargs).entropies
     assert entropies is not None
@@ -63,8 +62,8 @@ def entropies_of(logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
-    """A batch: policies that differ by about a fifth per token, some by far more, so that every
-    clip has something to do.
+    """Return a batch of policies that differ by about a fifth per token, and some by far more, so
+    that every clip applies.
     """
     random = torch.Generator().manual_seed(7)
 
@@ -91,7 +90,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def trl_policy_loss(
     tensors: dict[str, torch.Tensor], logits: torch.Tensor, **settings: Any
 ) -> torch.Tensor:
-    """GRPOTrainer's loss of these logits."""
+    """Return GRPOTrainer's loss of these logits."""
 
     def logps_and_entropies(
         _model: Any, input_ids: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -172,7 +171,7 @@ def our_policy_loss(
 
 
 def assert_same(ours: Any, theirs: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """The same value and the same gradient of the logits."""
+    """Check that values and gradients of the logits are the same."""
     results = []
     for loss in (ours, theirs):
         logits = tensors["logits"].clone().requires_grad_()

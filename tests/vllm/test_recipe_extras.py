@@ -1,5 +1,6 @@
-"""What the GRPO recipe does with packages that only this environment has: math-verify, TensorBoard,
-Weights & Biases."""
+"""Test the GRPO recipe with packages that only this environment has: math-verify, TensorBoard,
+Weights & Biases.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.unit.recipes.data import completed, settings
 
 
 def score_all(pairs: Sequence[tuple[str, str]], timeout_s: float = 60.0) -> list[Scored]:
-    """Answers and texts, by math-verify in processes."""
+    """Score pairs of answers and texts by math-verify in processes."""
 
     async def score(scorer: Scorer) -> list[Scored]:
         scored = await asyncio.gather(

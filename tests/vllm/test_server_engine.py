@@ -30,7 +30,7 @@ from tests.vllm.vllm_models import (
 )
 from tests.vllm.vllm_served import PROMPTS, OnOneLoop, Served, require_the_trainers, until
 
-pytestmark = pytest.mark.timeout(400)  # a server starts within one
+pytestmark = pytest.mark.timeout(400)  # the start of a server counts, too
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ async def test_abort_stops_requests_in_server(served: Served) -> None:
     tasks = [await served.begun(each) for each in requests]
     for ids, num_left in (([requests[0].request_id], 1), (None, 0)):
         assert await served.engine.abort(ids) == 1
-        # It happens in the server
+        # The server ends them later
         while (await served.stats())["num_running"] > num_left:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert [(await each).stop_reason for each in tasks] == ["abort"] * 2
@@ -101,7 +101,7 @@ async def test_update_during_requests_recomputes(served: Served) -> None:
         assert result.versions == [before] * num_old + [before + 1] * (200 - num_old)
         assert num_old > 0
         assert is_greedy(old, prompt, result.token_ids[:num_old])
-        # nothing that the old model computed is used afterwards
+        # no key or value of the old model is used afterwards
         cut = [
             *prompt,
             *result.token_ids[:num_old],
@@ -125,7 +125,7 @@ def test_start_error_quotes_vllm(leases: PortLeases, tmp_path: Path) -> None:
 
 @pytest.mark.ci
 async def test_engine_core_death_fails_server(served: Served) -> None:
-    """The last test of this module: it ends what the others share."""
+    """The last test of this module, since it ends the shared engine."""
     family = [
         psutil.Process(served.engine.server_pid()),
         *psutil.Process(served.engine.server_pid()).children(recursive=True),

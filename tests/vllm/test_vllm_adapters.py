@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM, beside the model into which they are merged."""
+"""Test LoRA adapters in vLLM against the model into which they are merged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
 def _adapter(model: Any, seed: int, folder: Path) -> str:
-    """A folder in PEFT's layout."""
+    """Write an adapter in PEFT's layout."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in weights_of(model).items():
@@ -131,7 +131,7 @@ async def test_adapter_read_again_after_dropped_weights(served: Served, tmp_path
     folder = _adapter(model_of(LLAMA, seed=4), 5, tmp_path / "own")
     await served.engine.load_lora("own", folder)
     await served.engine.sleep(2)
-    _adapter(model_of(LLAMA, seed=4), 6, tmp_path / "own")  # seen only if it is read
+    _adapter(model_of(LLAMA, seed=4), 6, tmp_path / "own")
     await served.engine.wake()
     await served.engine.update_weights(weights_of(model_of(LLAMA, seed=4)), 2)
     await served.engine.use_lora("own")
@@ -148,8 +148,8 @@ async def test_adapter_read_again_after_dropped_weights(served: Served, tmp_path
 
 
 async def test_update_death_in_the_middle(served: Served) -> None:
-    """The last test of this module: it ends what the others share."""
-    # as the first bucket is made, when loading has begun
+    """The last test of this module, since it ends the shared engine."""
+    # the process dies at the first bucket, when loading has begun
     weights = Fatal(weights_of(model_of(LLAMA, seed=5)), at_look=3)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         await served.engine.update_weights(weights, 4)

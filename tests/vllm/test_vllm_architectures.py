@@ -1,8 +1,7 @@
-"""Weights of several architectures on their way from a trainer to vLLM: dense models, and mixtures
-of experts, whose tensors have other names in memory than in files.
+"""Test updates of dense models and of mixtures of experts, whose tensors have other names in files.
 
-DeepSeek-V3 is not among them: on the CPU, vLLM (0.32) has its attention in bfloat16 only, and
-cannot load weights into it a second time.
+DeepSeek-V3 is missing: on the CPU, vLLM (0.32) has its attention in bfloat16 only, and cannot load
+weights into it a second time.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Pair:
         return self.trainer.get_version()
 
     async def agree(self, how: str) -> None:
-        """Greedy tokens are those of the exported model, and so are their log-probabilities."""
+        """Check greedy tokens and log-probabilities against the exported model."""
         results = await self.served.generate(PROMPTS)
         model = self.served.model
         for prompt, result in zip(PROMPTS, results, strict=True):

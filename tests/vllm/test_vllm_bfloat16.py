@@ -1,4 +1,4 @@
-"""Weights and cache of two bytes: as far from float32 as transformers is with them."""
+"""Test that vLLM in bfloat16 is as close to float32 as transformers is."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_bfloat16_serves_float32_update(engine: VLLMEngine) -> None:
 
 
 async def test_bfloat16_death_before_update(engine: VLLMEngine) -> None:
-    """The last test of this module: it ends what the other has."""
+    """The last test of this module, since it ends the shared engine."""
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         await engine.update_weights(Fatal(weights_of(model_of(QWEN2_TIED, seed=3)), at_look=2), 2)
     assert engine.get_version() == 1

@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = model_of(LLAMA, seed=1)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        # Buckets that end within layers: what comes of a layer has to wait for its rest.
+        # Buckets end within layers, so a part of a layer waits for its rest.
         engine = VLLMEngine(
             model=folder_of(model, tmp_path_factory.mktemp("llama")), bucket_bytes=200_000, **ENGINE
         )
@@ -132,7 +132,7 @@ async def test_generate_samples_seeds_and_prefill(served: Served) -> None:
 async def test_generate_cancelled(served: Served) -> None:
     async def usage() -> float:
         found = 0.0
-        while not found:  # it may have ended before it was asked
+        while not found:  # the request may have ended before the abort
             short = await served.begun(
                 served.request([1], SamplingParams(temperature=0.0, max_new_tokens=120))
             )
@@ -154,7 +154,7 @@ async def test_generate_cancelled(served: Served) -> None:
 
 
 def test_usage_context_has_defaults_of_vllm() -> None:
-    """For another context vLLM falls back to 2,048 tokens at once."""
+    """For other contexts, vLLM falls back to 2,048 tokens at once."""
     from vllm.engine.arg_utils import EngineArgs
 
     for defaults in EngineArgs.get_batch_defaults(world_size=1):
@@ -243,8 +243,10 @@ async def test_update_during_requests_keeps_cache(served: Served) -> None:
 def _over_old_keys(
     old: Any, new: Any, prompt: list[int], tokens: list[int], num_old: int
 ) -> torch.Tensor:
-    """Log-probabilities by the old model, then by the new one over the old one's keys and values:
-    it begins with the last token of the old one, which is not computed yet."""
+    """Return log-probabilities by the old model, then by the new one over the old keys and values.
+
+    The new model begins with the last token of the old one, which has no keys and values yet.
+    """
     seen = [*prompt, *tokens[: num_old - 1]]
     by_old = old(torch.tensor([seen]), use_cache=True)
     rest = torch.tensor([tokens[num_old - 1 : -1]])
@@ -282,7 +284,7 @@ async def test_sleep_refuses_requests_and_weights(served: Served) -> None:
     with pytest.raises(RuntimeError, match="the engine is asleep"):
         await late
     await falling_asleep
-    for _ in range(2):  # once with the weights' memory back in between
+    for _ in range(2):  # the second time after a wake of the weights alone
         await served.engine.sleep()
         with pytest.raises(RuntimeError, match="the engine is asleep"):
             await served.engine.agenerate(served.request([3]))
@@ -328,7 +330,7 @@ def test_failed_start_leaves_no_thread(tmp_path: Path) -> None:
 
 
 async def test_destroy_ends_requests_and_update(served: Served) -> None:
-    """The last test of this module: it ends what the others share."""
+    """The last test of this module, since it ends the shared engine."""
     store = WeightGroup(torch.device("cpu"))
     place = CollectiveTarget(
         version=99,

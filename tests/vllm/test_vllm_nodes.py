@@ -1,4 +1,4 @@
-"""A vLLM instance whose two ranks are on two nodes: raylets of this machine, with logical GPUs."""
+"""Test a vLLM instance with a rank on each of two nodes: raylets here, with logical GPUs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _worker(scheduler: RayScheduler, role: str, **spec: Any) -> str:
 
 
 class _Remote:
-    """The engine of a worker, as Served calls one of its own process."""
+    """Adapts the engine of a worker to Served."""
 
     def __init__(self, scheduler: RayScheduler, worker: str) -> None:
         self._scheduler, self._worker = scheduler, worker
@@ -75,7 +75,7 @@ def _find(name: str) -> list[psutil.Process]:
 
 
 def _ranks() -> list[psutil.Process]:
-    """vLLM's ranks, of whatever parent."""
+    """Return vLLM's ranks of any parent."""
     return _find("VLLM::Worker")
 
 

@@ -1,6 +1,4 @@
-"""Two tensor-parallel ranks inside one vLLM instance: each takes its part of what a trainer
-sends.
-"""
+"""Test that each of two tensor-parallel ranks of a vLLM instance loads its part of the weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Small models with random weights, in folders and as transformers has them; and what each says of
-tokens.
-"""
+"""Small models with random weights, and their log-probabilities by transformers."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ SPEC_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def model_of(config: Mapping[str, Any], seed: int) -> Any:
-    """A float32 model with weights drawn from a seed."""
+    """Return a float32 model with weights drawn from a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
@@ -69,19 +67,19 @@ def model_of(config: Mapping[str, Any], seed: int) -> Any:
         ).eval()
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
-                # they begin as zeros, which would hide that they are not brought
+                # they begin as zeros, which would hide a missing update
                 torch.nn.init.normal_(parameter, std=0.5)
     return model
 
 
 def folder_of(model: Any, path: Path) -> str:
-    """Where vLLM can read it."""
+    """Save a model for vLLM; returns the path."""
     model.save_pretrained(path)
     return str(path)
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """What a trainer sends: each tensor by its first name."""
+    """Return the weights that a trainer sends: each tensor by its first name."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor.detach()))
@@ -90,7 +88,7 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def logprobs_of(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """(T,) of the tokens that follow the prompt."""
+    """Return the log-probabilities (T,) of the tokens that follow the prompt."""
     ids = torch.tensor([[*prompt, *tokens]])
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
@@ -98,7 +96,7 @@ def logprobs_of(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tor
 
 @torch.no_grad()
 def is_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether each token is the model's most likely one."""
+    """Return whether each token is the model's most likely one."""
     logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     return logits.argmax(-1).tolist() == list(tokens)
 
@@ -106,7 +104,7 @@ def is_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
 def differences(
     model: Any, prompts: Sequence[Sequence[int]], results: Sequence[GenerationResult]
 ) -> torch.Tensor:
-    """Of vLLM's log-probabilities from the model's, absolute, of all tokens."""
+    """Return the absolute differences between log-probabilities of vLLM and of the model."""
     parts = [
         (logprobs_of(model, prompt, result.token_ids) - torch.tensor(result.logprobs)).abs()
         for prompt, result in zip(prompts, results, strict=True)

@@ -1,6 +1,4 @@
-"""An engine of vLLM in the test's own process beside the model whose weights it has, and the ways
-of bringing it others.
-"""
+"""An engine of vLLM in this process with the model of its weights, and ways to update it."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ WAIT_S = 120.0
 
 
 class Served:
-    """The engine, and the model whose weights it was last brought."""
+    """An engine, and the model of its last update."""
 
     def __init__(self, engine: Any, model: Any) -> None:
         self.engine, self.model = engine, model
@@ -60,7 +58,7 @@ class Served:
     async def begun(
         self, request: GenerationRequest, num: int = 5
     ) -> asyncio.Task[GenerationResult]:
-        """A request that has so many tokens."""
+        """Start a request, and wait for a number of tokens."""
         before = (await self.stats())["num_generated_tokens"]
         task = asyncio.ensure_future(self.engine.agenerate(request))
         async with asyncio.timeout(WAIT_S):
@@ -72,10 +70,10 @@ class Served:
     async def all_begun(
         self, requests: Sequence[GenerationRequest]
     ) -> list[asyncio.Task[GenerationResult]]:
-        """Requests that run together, each with a token at least.
+        """Start requests, and wait until each has a token.
 
-        Those that run advance in step, and each passes its tokens on in groups of 8: once so many
-        have arrived, no request can be without.
+        Running requests advance together and deliver tokens in groups of 8, so 24 tokens per
+        request are enough.
         """
         tasks = [asyncio.ensure_future(self.engine.agenerate(each)) for each in requests]
         before: float | None = None
@@ -101,7 +99,7 @@ class Served:
 
 
 class OnOneLoop:
-    """A ServerEngine whose calls may come from any event loop: it runs on one, as in a worker."""
+    """Runs a ServerEngine on one event loop, as a worker does, for callers on any."""
 
     def __init__(self, engine: ServerEngine) -> None:
         self.engine = engine
@@ -120,8 +118,9 @@ class OnOneLoop:
 
 
 class Fatal(dict[str, torch.Tensor]):
-    """Weights whose reading is the death of the process EngineCore, the first time for checksums,
-    then for shapes, then for the first bucket."""
+    """Weights that kill the process EngineCore when they are read: first for checksums, then for
+    shapes, then for the first bucket.
+    """
 
     def __init__(self, tensors: dict[str, torch.Tensor], at_look: int) -> None:
         super().__init__(tensors)
@@ -157,9 +156,7 @@ async def require_the_trainers(served: Served, what: str) -> None:
 
 
 def written(model: Any, folder: Path, spoilt: str = "") -> WeightsOnDisk:
-    """Two files and an index with checksums; one of the tensors may be another than its checksum
-    says.
-    """
+    """Write two files and an index with checksums, one of which may be wrong."""
     tensors = weights_of(model)
     names = list(tensors)
     files = {
@@ -178,9 +175,7 @@ def written(model: Any, folder: Path, spoilt: str = "") -> WeightsOnDisk:
 async def broadcast(
     served: Served, model: Any, version: int, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Bring tensors as a trainer of one rank does that is this process, in broadcasts with
-    checksums.
-    """
+    """Send tensors in broadcasts with checksums, as a trainer of one rank in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = WeightGroup(torch.device("cpu"))
     try:
@@ -220,7 +215,7 @@ async def _broadcast_by(
 async def hand_over(
     served: Served, model: Any, version: int, tensors: dict[str, torch.Tensor], num_sockets: int
 ) -> None:
-    """Bring tensors as trainer ranks do that have a socket each, all of them in this process."""
+    """Send tensors as trainer ranks with a socket each, all in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     groups = [WeightGroup(torch.device("cpu")) for _ in range(num_sockets)]
     place = DeviceTarget(
