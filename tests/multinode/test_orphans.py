@@ -37,9 +37,15 @@ def test_driver_killed_after_worker(driver: Driver) -> None:
     first = {name: pid for name, pid in facts["pids"].items() if name.endswith("of 0")}
     os.kill(first["worker of 0"], signal.SIGKILL)
     wait_gone(first)
-    wait_until(lambda: not has_shared_memory(facts["memory"][:1]), "it is removed", limit_s=10.0)
+    wait_until(
+        lambda: not has_shared_memory(facts["memory"][:1]),
+        "the shared memory is removed",
+        limit_s=10.0,
+    )
     assert all(is_running(pid) for name, pid in facts["pids"].items() if name not in first)
     os.kill(driver.process.pid, signal.SIGKILL)
     driver.wait()
     wait_gone(facts["pids"])
-    wait_until(lambda: not has_shared_memory(facts["memory"]), "all is removed", limit_s=10.0)
+    wait_until(
+        lambda: not has_shared_memory(facts["memory"]), "all shared memory is removed", limit_s=10.0
+    )

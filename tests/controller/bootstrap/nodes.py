@@ -35,7 +35,7 @@ WAITS = """
 import os, signal, sys, time
 folder = sys.argv[1]
 def stop(number, frame):
-    open(os.path.join(folder, f"script-told-{number}"), "w").close()
+    open(os.path.join(folder, f"script-received-{number}"), "w").close()
     sys.exit(int(sys.argv[2]))
 if sys.argv[2] == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -271,9 +271,9 @@ class Nodes:
         """Release the script."""
         (self.folder / "script-released").touch()
 
-    def script_was_told(self, number: int) -> bool:
+    def script_received(self, number: int) -> bool:
         """Whether the script has received this signal."""
-        return (self.folder / f"script-told-{int(number)}").exists()
+        return (self.folder / f"script-received-{int(number)}").exists()
 
     # --- the end ----------------------------------------------------------------------------------
 

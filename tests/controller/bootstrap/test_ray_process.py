@@ -86,8 +86,7 @@ async def test_ray_process_that_ends_in_its_start(
 async def test_ray_process_start_timeout(make_ray: MakeRay) -> None:
     reported: list[str] = []
     with pytest.raises(
-        BootstrapError,
-        match=r"did not start on this node within 0\.1 s.*raise --start-timeout",
+        BootstrapError, match=r"did not start on this node within 0\.1 s.*raise --start-timeout"
     ):
         await make_ray("import signal; signal.pause()", start_s=0.1, report=reported.append).start(
             "run-1"

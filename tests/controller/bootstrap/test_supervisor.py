@@ -169,11 +169,7 @@ def test_supervisor_node_leaves_before_the_run(make_nodes: MakeNodes) -> None:
         member.said("joined the cluster")
     leaving.signal(TERM)
     leaving.ends(143, "this node received SIGTERM; it leaves")
-    head.ends(
-        91,
-        "NOT_JOINED: rank 1 (",
-        "left before the run began: this node received SIGTERM",
-    )
+    head.ends(91, "NOT_JOINED: rank 1 (", "left before the run began: this node received SIGTERM")
     staying.ends(91, "NOT_JOINED: the run did not begin: rank 1 (")
 
 

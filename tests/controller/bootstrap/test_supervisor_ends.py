@@ -66,7 +66,7 @@ def test_supervisor_ray_dies_on_the_head(make_nodes: MakeNodes) -> None:
     head, member = nodes.start_running()
     os.kill(head.ray["raylet"], KILL)
     head.ends(93, "RAY_DIED: Ray has died on the head: raylet has ended")
-    assert nodes.script_was_told(TERM)
+    assert nodes.script_received(TERM)
     member.ends(0, "the run has ended: Ray has died on the head: ")
 
 
@@ -78,7 +78,7 @@ def test_supervisor_head_stopped(make_nodes: MakeNodes) -> None:
     head, member = nodes.start_running()
     head.signal(INT)
     head.ends(130, "this node received SIGINT; the run ends")
-    assert nodes.script_was_told(INT)
+    assert nodes.script_received(INT)
     member.ends(0, "the run has ended: this node received SIGINT")
 
 
@@ -88,7 +88,7 @@ def test_supervisor_member_stopped(make_nodes: MakeNodes) -> None:
     leaving.signal(TERM)
     leaving.ends(143, "this node received SIGTERM; it leaves")
     head.ends(143, "rank 1 (", "received SIGTERM; the run ends")
-    assert nodes.script_was_told(TERM)
+    assert nodes.script_received(TERM)
     staying.ends(0, "the run has ended: rank 1 (")
 
 
@@ -101,7 +101,7 @@ def test_supervisor_elastic_member_stopped(make_nodes: MakeNodes) -> None:
     nodes.release()
     head.ends(0)
     staying.ends(0)
-    assert not nodes.script_was_told(TERM)
+    assert not nodes.script_received(TERM)
 
 
 @pytest.mark.parametrize(("script", "grace_s"), [("deaf", 0.2), ("5", 2.0)])
@@ -114,7 +114,7 @@ def test_supervisor_stopped_ends_the_script(
     nodes.wait_running()
     head.signal(TERM)
     head.ends(143)
-    assert nodes.script_was_told(TERM) == (script != "deaf")
+    assert nodes.script_received(TERM) == (script != "deaf")
 
 
 # --- lost connections -----------------------------------------------------------------------------

@@ -85,12 +85,7 @@ DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
             90,
             ("--show-settings",),
             {"RAY_TMPDIR": "/dev/null/below"},
-            (
-                "the folder for Ray's files",
-                "Not a directory",
-                "/dev/null/below",
-                "RAY_TMPDIR",
-            ),
+            ("the folder for Ray's files", "Not a directory", "/dev/null/below", "RAY_TMPDIR"),
         ),
         (
             2,

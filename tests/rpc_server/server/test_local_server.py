@@ -155,7 +155,7 @@ def test_connect_full_backlog(tmp_path: Path) -> None:
             connecting.result(LIMIT_S)
 
 
-def test_local_server_invalid_of_own_peer(
+def test_local_server_invalid_bytes_of_own_peer(
     scheduler: LocalScheduler, engine: Engine, path: str
 ) -> None:
     """Invalid bytes of an authenticated peer end only its connection."""
