@@ -1,4 +1,4 @@
-"""Helpers of the contract tests: marks, driver scripts, and checks of processes and files."""
+"""Helpers of the contract tests: driver scripts, and checks of processes and files."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def tell(**facts):
 
 def make(**options):
     if backend != "inline":
-        options = {{"preload": (), **options}}  # to import torch takes its processes seconds
+        options = {{"preload": (), **options}}  # Importing torch takes seconds.
     if backend == "ray":
         options = {{"num_cpus": 4, **options}}
     return make_scheduler(backend, log_dir=os.path.join(folder, "logs"), **options)

@@ -21,7 +21,7 @@ def act(item: Any, *details: Any) -> Any:
         case "wait":
             started, release = details
             Path(started).touch()
-            wait_for_file(release)  # the line that a time-out shows
+            wait_for_file(release)  # the line that a timeout error shows
             return "waited"
         case "die":
             os.kill(os.getpid(), 9)

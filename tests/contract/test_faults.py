@@ -139,11 +139,11 @@ def test_slow_worker_does_less(scheduler: Scheduler, role: str) -> None:
         return has_stopped(pid) and next(times, None) is None
 
     wait_until(has_stopped_ten_times, "it stops again and again")
-    wait_until(lambda: slow.call("count") > 10, "it works nevertheless")
+    wait_until(lambda: slow.call("count") > 10, "it makes progress")
     assert not any(each.done() for each in working)
     later = _inject(scheduler, Slow(first, at_step=2, factor=2, seconds=0.2))
     assert later.outcome == "slowed by 2x for 0.2 s, no longer slowed by 10x until its end"
-    wait_until(lambda: not _helpers(pid), "it is over")
+    wait_until(lambda: not _helpers(pid), "the slow-down has ended")
     before, compared = slow.call("count"), other.call("count")
     wait_until(lambda: other.call("count") >= compared + 500, "both work")
     assert slow.call("count") > before + 100, "it is as fast as the other"
@@ -181,5 +181,5 @@ def test_drop_node_of_the_script(make_own: Callable[..., Scheduler], engine: Eng
     for each in engines:
         with pytest.raises(errors.WorkerFailedError):
             each.call("add")
-    assert engine.call("add") == 1, "another run's worker lives"
+    assert engine.call("add") == 1, "another run's worker still runs"
     run.close()

@@ -66,7 +66,7 @@ def test_reward_pool_worker_dies(make_pool: MakePool) -> None:
     assert "SIGKILL" in str(lost)
     assert other == 2
     assert pool.map(range(20)) == [2 * number for number in range(20)]
-    wait_until(lambda: all(map(is_running, pids(pool))), "both are back")
+    wait_until(lambda: all(map(is_running, pids(pool))), "both workers run")
 
 
 @needs_processes

@@ -22,7 +22,6 @@ from helmsman.api.batch import Batch
 from helmsman.api.dispatch import Shard
 from helmsman.api.worker_group import ClusterConfig
 from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._worker_groups.cluster_desk import address_for_others
 from helmsman.controller._worker_groups.cluster_handle import ClusterHandle
 from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import Member
@@ -225,10 +224,3 @@ def test_handle_survives_death_of_caller(resources: ResourceManager) -> None:
         other = Elsewhere(cluster.handle())
         assert other.call(lambda handle: handle.execute_rank_zero_sync("echo", 2)) == 2
         other.close()
-
-
-def test_address_for_others() -> None:
-    assert address_for_others({"127.0.0.1"}) is None
-    assert address_for_others({"127.0.0.1", "203.0.113.9"}) == "127.0.0.1"
-    with pytest.raises(errors.HelmsmanError, match=r"203.0.113.8, 203.0.113.9; pass the address"):
-        address_for_others({"203.0.113.9", "203.0.113.8"})

@@ -17,7 +17,7 @@ from tests.controller.engines import CountingRollout
 
 
 class Generator(CountingRollout):
-    """A rollout engine that counts requests and knows whether it sleeps."""
+    """A rollout engine that counts requests and has a flag for sleep."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -345,9 +345,7 @@ def test_topology_check_asks_once(make_cluster: Callable[..., Members]) -> None:
     assert group.method(WithItsOwnView.asked)() == [0, 0, 0, 0]  # type: ignore[arg-type]
     before = num_calls()
     group.add(rows(4))
-    assert num_calls() == [count + 2 for count in before], (
-        "the question for the coordinates, and the step"
-    )
+    assert num_calls() == [count + 2 for count in before], "get_rank_info, and the step"
     group.add(rows(4))
     assert group.method(WithItsOwnView.asked)() == [1, 1, 1, 1]  # type: ignore[arg-type]
 

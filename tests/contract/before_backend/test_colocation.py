@@ -9,23 +9,17 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.scheduler import Call, Job, Scheduler, WorkerState
 from helmsman.controller._aio.event_loop import run_sync
-from helmsman.rpc_server._wire.codec import encode
+from helmsman.controller._roles.call_all import call_all
 from tests.contract.engines import Counter, NeverDestroyed
 from tests.contract.helpers import Engine, Gate, alias_of, held
 
 
-def test_call_many_alias_and_target(scheduler: Scheduler, role: str) -> None:
+def test_call_all_alias_and_target(scheduler: Scheduler, role: str) -> None:
     (target,) = scheduler.create_workers(Job(role=role))
     (alias,) = scheduler.create_workers(alias_of(role, f"{role}-alias"))
     Engine.create(scheduler, target, Counter, "shared")
-    call = Call(payload=encode(((1,), {})))
-
-    async def call_both() -> tuple[dict[str, int], dict[str, BaseException]]:
-        fanout = scheduler.call_many({target: call, alias: call}, "add", "shared", timeout=60)
-        await fanout.wait()
-        return dict(fanout.results), dict(fanout.failures)
-
-    assert run_sync(call_both()) == ({target: 1, alias: 2}, {})
+    calls = {target: Call((1,)), alias: Call((1,))}
+    assert run_sync(call_all(scheduler, role, "add", calls, engine_name="shared")) == [1, 2]
     (state,) = {worker.state for worker in scheduler.status() if worker.worker_id == target}
     assert state is WorkerState.READY
 
