@@ -105,7 +105,7 @@ class Run:
         self.trainer.update_rollout(self.rollout)
 
     def step(self, step: int) -> Record:
-        """One step, with its record."""
+        """Run one step and return its record."""
         settings = self.settings
         started = time.monotonic()
         self.drill.step(step)
@@ -126,7 +126,7 @@ class Run:
         return record
 
     def supervised_step(self, step: int) -> Record:
-        """One optimizer step on solved tasks."""
+        """Take one optimizer step on solved tasks."""
         started = time.monotonic()
         samples = []
         for task in self.source.rng(step).choices(self.tasks.solved, k=self.settings.sft_batch):
@@ -142,7 +142,7 @@ class Run:
         )
 
     def grpo_step(self, step: int) -> Record:
-        """One optimizer step on the model's own answers, weighted by their rewards."""
+        """Take one optimizer step on the model's own answers, weighted by their rewards."""
         started = time.monotonic()
         groups = self.next_groups(step)
         rewards = [reward for group in groups for reward in group.rewards]
@@ -173,7 +173,7 @@ class Run:
         return record.with_tokens(num_tokens, time.monotonic() - started)
 
     def next_groups(self, step: int) -> list[Group]:
-        """The groups of a step: generated now, or since earlier steps in an asynchronous run."""
+        """Return the groups of a step; an asynchronous run began them in earlier steps."""
         if self.settings.staleness is None:
             draws = self.source.draw(step)
             prompts = [
@@ -209,7 +209,7 @@ class Run:
             executor.close()
 
     def evaluate(self) -> float:
-        """Share of held-out tasks that the current weights solve with greedy decoding."""
+        """Return the share of held-out tasks that the current weights solve by greedy decoding."""
         self.trainer.update_rollout(self.rollout)
         prompts = [self.tokenizer.encode_prompt(task.prompt) for task in self.tasks.held_out]
         answers = self.rollout.generate(prompts, self.source.sampling(temperature=0.0, seed=0))

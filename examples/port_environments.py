@@ -5,7 +5,7 @@
 
 The classes have the methods that those libraries call: `init` and `step(action)` of a SkyRL
 environment, `step(message_log_batch, metadata)` of a NeMo-RL environment. An episode function
-drives them. The task is small enough for a model that is made here: name a digit, then a larger.
+drives them. The task suits a tiny model that the script creates: name a digit, then a larger one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Message = dict[str, str]
 
 
 def score(answer: str, last: int) -> tuple[float, int]:
-    """Reward of a turn, and its digit: half for a digit, the other half for a larger one."""
+    """Return reward and digit of a turn: half for a digit, the other half for a larger one."""
     found = re.search(r"\d", answer)
     digit = int(found[0]) if found else -1
     return (0.5 if found else 0.0) + (0.5 if digit > last else 0.0), max(digit, last)
 
 
 class LargerEnv:
-    """As SkyRL's BaseTextEnv: one episode."""
+    """One episode, in the form of SkyRL's BaseTextEnv."""
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         self.turns, self.last = 0, (extras or {}).get("start", -1)
@@ -55,7 +55,7 @@ class LargerEnv:
 
 
 class EnvironmentReturn(NamedTuple):
-    """As NeMo-RL's; every field has an entry for each episode."""
+    """NeMo-RL's result of a step; every field has an entry for each episode."""
 
     observations: list[Message]
     metadata: list[Any]
@@ -66,7 +66,7 @@ class EnvironmentReturn(NamedTuple):
 
 
 class LargerEnvironment:
-    """As NeMo-RL's EnvironmentInterface: all episodes, whose states are in the metadata."""
+    """All episodes, in the form of NeMo-RL's EnvironmentInterface; metadata has their states."""
 
     def step(
         self, message_log_batch: list[list[Message]], metadata: list[Any]
@@ -92,14 +92,14 @@ Turn = Callable[[str], tuple[str, float, bool]]
 
 
 def skyrl_turn(env: LargerEnv, answer: str) -> tuple[str, float, bool]:
-    """One step of a SkyRL environment."""
+    """Take one step of a SkyRL environment."""
     output = env.step(answer)
     text = "".join(each["content"] for each in output["observations"])
     return text, output["reward"], output["done"]
 
 
 def nemo_rl_turn(env: LargerEnvironment, states: list[Any], answer: str) -> tuple[str, float, bool]:
-    """One step of a NeMo-RL environment, for a batch of one episode."""
+    """Take one step of a NeMo-RL environment, for a batch of one episode."""
     found = env.step([[{"role": "assistant", "content": answer}]], states)
     states[:] = found.metadata
     return found.observations[0]["content"], found.rewards[0], found.terminateds[0]
@@ -115,7 +115,7 @@ def make_turn(env: str) -> Turn:
 async def episode(
     rollout: RolloutController, text: FolderTokenizer, prompt: str, turn: Turn
 ) -> tuple[float, dict[str, Any]]:
-    """Generate in turns; what the environment says is read by the model and not trained on."""
+    """Generate in turns; the model reads the environment's text, and it is not trained on."""
     ids = text.encode_prompt(prompt)
     mask, logprobs, total, done = [0] * len(ids), [0.0] * len(ids), 0.0, False
     while not done:

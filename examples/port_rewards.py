@@ -1,8 +1,8 @@
-"""Reward functions and rows as verl and OpenRLHF have them, unchanged in a GRPO run.
+"""Reward functions and rows of verl and OpenRLHF, unchanged in a GRPO run.
 
     python examples/port_rewards.py
 
-The model is a tiny one that is made here; it learns to begin its answers with the right digit.
+The script creates a tiny model, which learns to begin its answers with the right digit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from helmsman.recipes import GRPO, make_model
 
-# A row as verl's preprocessing scripts write it to parquet.
+# A row in the form that verl's preprocessing scripts write to parquet.
 ROWS = [
     {
         "data_source": "digits",

@@ -3,8 +3,8 @@
     python examples/port_roll_rlvr.py                     # processes of this machine
     python examples/port_roll_rlvr.py --scheduler ray     # an embedded Ray, with the same output
 
-It needs no accelerator: eight devices are numbers here, on which the roles are colocated by their
-``device_mapping``. The policy is a table, so that it learns within seconds.
+It needs no accelerator: the eight devices are only numbers, on which ``device_mapping`` colocates
+the roles. The policy is a table, so that it learns within seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DOMAINS = ("successor", "mirror")
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Softmax over the last axis."""
+    """Return the softmax over the last axis."""
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return np.asarray(powers / powers.sum(-1, keepdims=True))
 
@@ -47,7 +47,7 @@ class Policy(Worker):
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
     def compute_log_probs(self, data: Batch) -> Batch:
-        """Log-probabilities of the answers' tokens, (rows, tokens)."""
+        """Return log-probabilities of the answers' tokens, (rows, tokens)."""
         rows = probabilities(self.logits[data["domain"][:, None], data["tokens"][:, :-1]])
         chosen = np.take_along_axis(rows, data["tokens"][:, 1:, None], -1)[..., 0]
         return Batch({"log_probs": np.log(chosen)})
@@ -77,7 +77,7 @@ class ActorTrain(Policy):
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
     def compute_gradient(self, data: Batch) -> list[np.ndarray]:
-        """The gradient of this rank's rows."""
+        """Return the gradient of this rank's rows."""
         where = (data["domain"][:, None], data["tokens"][:, :-1])
         slope = np.eye(VOCABULARY)[data["tokens"][:, 1:]] - probabilities(self.logits[where])
         gradient = np.zeros_like(self.logits)
@@ -100,7 +100,7 @@ class Critic(Worker):
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
     def compute_values(self, data: Batch) -> Batch:
-        """The expected reward of each token."""
+        """Return the expected reward of each token."""
         return Batch({"values": self.table[data["domain"][:, None], data["tokens"][:, :-1]]})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -115,7 +115,7 @@ class RuleReward(Worker):
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
     def compute_rewards(self, data: Batch) -> Batch:
-        """1 for each right token, (rows, tokens)."""
+        """Return 1 for each right token, (rows, tokens)."""
         last, following = data["tokens"][:, :-1], data["tokens"][:, 1:]
         right = VOCABULARY - 1 - last if self.cluster_name == "mirror" else (last + 3) % VOCABULARY
         return Batch({"row": data["row"], "rewards": (following == right).astype(float)})

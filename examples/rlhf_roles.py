@@ -5,9 +5,9 @@ a debugger.
     python examples/rlhf_roles.py --scheduler ray      # on an embedded Ray, with the same output
     python examples/rlhf_roles.py --scheduler inline   # the same in this process, for breakpoints
 
-It needs no accelerator: eight devices are numbers here, and the workers are told to use the CPU. A
-step is `Roles.step`; what happens to arguments and results is declared at the methods of the
-workers, in rlhf_workers.py.
+It needs no accelerator: the eight devices are only numbers, and the workers use the CPU. A step is
+`Roles.step`; the methods of the workers, in rlhf_workers.py, declare the distribution of arguments
+and results.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from helmsman.recipes.interrupts import Interrupted, interruptible
 
 NUM_DEVICES = 8
 NUM_PROMPTS = 63
-"""Of a step. Two data-parallel ranks get 32 and 31 of them, or 32 and 32 with a row of padding."""
+"""Prompts of a step. Two data-parallel ranks get 32 and 31, or 32 each with a row of padding."""
 NUM_EPOCHS = 3
 KL_WEIGHT = 0.02
 DISCOUNT = 0.3
@@ -88,7 +88,7 @@ class RewardCluster(Cluster[Reward]):
 
 
 class Roles:
-    """The five groups. Actors and critic take turns on devices 0 to 3, the reference has 4 to 7,
+    """The five groups. Actors and critic share devices 0 to 3, the reference has devices 4 to 7,
     and the reward needs none.
     """
 
@@ -118,17 +118,17 @@ class Roles:
 
     @property
     def all(self) -> tuple[Cluster[Role], ...]:
-        """In the order of their start."""
+        """Return the groups in the order of their start."""
         return self.actor_train, self.actor_infer, self.reference, self.critic, self.reward
 
     def step(self, step: int) -> str:
-        """Answer prompts, score the answers, learn from them; a line about it."""
+        """Answer prompts, score the answers and learn from them; returns a line of figures."""
         self.bring_weights()
         prompts = np.random.default_rng([self.seed, 3, step]).integers(VOCABULARY, size=NUM_PROMPTS)
         asked = Batch({"row": np.arange(NUM_PROMPTS), "prompt": prompts})
 
-        # The answers stay in the workers that gave them, and go from there to those of the next
-        # three roles.
+        # The answers stay in the workers that generated them, which send them to the workers of the
+        # next three roles.
         with self.actor_infer.generate.keep(asked, step, temperature=1.0) as rollout:
             values = self.critic.values.submit(rollout)
             with self.reference.embed.keep(rollout) as hidden:
@@ -160,16 +160,16 @@ class Roles:
         )
 
     def with_log_probs(self, batch: Batch) -> Batch:
-        """With what the trainer's weights of now make of the answers."""
+        """Add log-probabilities of the answers under the trainer's current weights."""
         return batch.union(self.actor_train.log_probs(batch))
 
     def bring_weights(self) -> None:
-        """From the trainer's shards to every rollout worker, and not through this script."""
+        """Send the trainer's shards to every rollout worker, not through this script."""
         with self.actor_train.weights.keep() as weights:
             self.actor_infer.load(weights)
 
     def evaluate(self) -> Batch:
-        """An answer to every prompt, without chance."""
+        """Answer every prompt by greedy decoding."""
         self.bring_weights()
         asked = Batch({"row": np.arange(VOCABULARY), "prompt": np.arange(VOCABULARY)})
         answers = self.actor_infer.generate(asked, 0, temperature=0.0)
@@ -177,7 +177,7 @@ class Roles:
 
 
 def with_advantages(batch: Batch) -> Batch:
-    """With ``returns``, discounted and less what the distance from the reference costs, and
+    """Add ``returns``, discounted and less the penalty for the distance from the reference, and
     ``advantages`` over the critic.
     """
     rewards: Array = batch["rewards"] - KL_WEIGHT * (
@@ -192,12 +192,12 @@ def with_advantages(batch: Batch) -> Batch:
     )
 
 
-# --- what is shown --------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def show_placement(resources: ResourceManager, clusters: Sequence[Cluster[Any]]) -> None:
-    """Who holds each device, and where each rank stands. Addresses and times would differ from run
-    to run.
+    """Print the holders of each device and the coordinates of each rank; addresses and times are
+    left out, since they vary.
     """
     for device in resources.devices:
         holders = ", ".join(
@@ -212,7 +212,7 @@ def show_placement(resources: ResourceManager, clusters: Sequence[Cluster[Any]])
 
 
 def show_rows(clusters: Sequence[Cluster[Role]]) -> None:
-    """How many rows the last call of each method brought to each rank."""
+    """Print the number of rows that the last call of each method sent to each rank."""
     print("\nrows that each rank was given (-: called with None)")
     for cluster in clusters:
         received = cluster.method(Role.rows_received)()
@@ -224,7 +224,7 @@ def show_rows(clusters: Sequence[Cluster[Role]]) -> None:
 
 
 def run(scheduler: Scheduler, num_steps: int, seed: int) -> None:
-    """Start the roles, train and say how it went."""
+    """Start the roles, train and print the results."""
     with (
         ResourceManager(NUM_DEVICES, num_nodes=1, scheduler=scheduler) as resources,
         contextlib.ExitStack() as held,

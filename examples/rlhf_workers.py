@@ -1,9 +1,9 @@
 """The workers of `rlhf_roles.py`: five roles of PPO on a model so small that NumPy is enough.
 
-A response counts on from its prompt: after token ``p`` comes ``(p + STRIDE) % VOCABULARY``, which
-only the reward knows. The policy is an embedding of the token before, which stays as it is, and a
-head with a row for each token of the vocabulary, which is learnt. All arrays are of float64, (N,
-LENGTH) for N responses where nothing else is said.
+A right response counts on from its prompt: after token ``p`` comes ``(p + STRIDE) % VOCABULARY``,
+which only the reward checks. The policy is a fixed embedding of the previous token, and a trained
+head with a row for each token of the vocabulary. Arrays are of float64, (N, LENGTH) for N responses
+unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from helmsman.worker_groups import AxisSharding, Collect
 
 VOCABULARY = 16
 WIDTH = VOCABULARY
-"""Of embeddings; as many as tokens, so that all can be at right angles."""
+"""Width of embeddings; equals the number of tokens, so that all can be at right angles."""
 LENGTH = 6
 STRIDE = 3
 CLIP = 0.2
@@ -29,48 +29,48 @@ Tokens: TypeAlias = NDArray[np.int64]
 
 
 def embedding(seed: int) -> Array:
-    """(VOCABULARY, WIDTH), rows of length 1 at right angles."""
+    """Return (VOCABULARY, WIDTH), rows of length 1 at right angles."""
     return np.linalg.qr(np.random.default_rng([seed, 1]).normal(size=(VOCABULARY, WIDTH)))[0]
 
 
 def initial_head(seed: int) -> Array:
-    """(VOCABULARY, WIDTH), with which the actor begins and the reference stays."""
+    """Return (VOCABULARY, WIDTH), the actor's first head and the reference's head."""
     return np.random.default_rng([seed, 2]).normal(scale=0.3, size=(VOCABULARY, WIDTH))
 
 
 def tokens_before(rollout: Batch) -> Tokens:
-    """(N, LENGTH): the token that comes before each of a response's own."""
+    """Return (N, LENGTH), the token before each token of a response."""
     before: Tokens = np.concatenate([rollout["prompt"][:, None], rollout["tokens"][:, :-1]], axis=1)
     return before
 
 
 def log_sum_exp(logits: Array) -> Array:
-    """Over the last axis."""
+    """Return log-sum-exp over the last axis."""
     largest: Array = logits.max(axis=-1, keepdims=True)
     total: Array = np.log(np.exp(logits - largest).sum(axis=-1)) + largest[..., 0]
     return total
 
 
 def picked(logits: Array, tokens: Tokens) -> Array:
-    """The logit of each token."""
+    """Return the logit of each token."""
     found: Array = np.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return found
 
 
 class Role(GroupWorker):
-    """What all workers have: a count of the rows that reached them."""
+    """Base of all workers, which counts the rows that reach it."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.num_rows: dict[str, int | None] = {}
 
     def note(self, method: str, batch: Batch | None) -> None:
-        """Remember how many rows a call brought here; None where it brought none."""
+        """Record the number of rows of a call, or None for a call without rows."""
         self.num_rows[method] = None if batch is None else len(batch)
 
     @register(Dispatch.ONE_TO_ALL)
     def rows_received(self) -> dict[str, int | None]:
-        """Method -> rows of its last call, in this rank."""
+        """Return method -> rows of its last call, in this rank."""
         return self.num_rows
 
 
@@ -80,13 +80,13 @@ class Role(GroupWorker):
 def rows_over_dp(
     topology: Topology, batch: Batch
 ) -> tuple[list[list[Batch]], dict[str, list[Any]]]:
-    """Every rank gets the rows of its dp coordinate."""
+    """Give every rank the rows of its dp coordinate."""
     parts = batch.chunk(topology.dp_size, "uneven")
     return [[parts[info.dp_rank] for info in topology.ranks]], {}
 
 
 def _by_coordinates(topology: Topology, results: list[Any]) -> list[list[Any]]:
-    """[dp][tp]."""
+    """Return the results as [dp][tp]."""
     return [
         [results[topology.rank_at(dp=dp, tp=tp)] for tp in range(topology.tp_size)]
         for dp in range(topology.dp_size)
@@ -94,8 +94,8 @@ def _by_coordinates(topology: Topology, results: list[Any]) -> list[list[Any]]:
 
 
 def reduce_log_probs(topology: Topology, results: list[Any]) -> Batch:
-    """What an all-reduce over tp would do to a softmax whose vocabulary is cut; the rows of dp one
-    after another.
+    """Reduce a softmax whose vocabulary is sharded over tp, as an all-reduce would, and join the
+    rows of dp.
     """
     reduced = []
     for shares in _by_coordinates(topology, results):
@@ -106,7 +106,7 @@ def reduce_log_probs(topology: Topology, results: list[Any]) -> Batch:
 
 
 def reduce_gradient(topology: Topology, results: list[Any]) -> Array:
-    """The sum over dp; the rows of the vocabulary that lie in tp one after another."""
+    """Return the sum over dp, with the vocabulary's rows joined over tp."""
     total: Array = np.concatenate(
         [sum(shares) for shares in zip(*_by_coordinates(topology, results), strict=True)]
     )
@@ -116,7 +116,7 @@ def reduce_gradient(topology: Topology, results: list[Any]) -> Array:
 class ActorTrain(Role):
     """Each tp rank has its rows of the head, each dp rank its share of the responses.
 
-    What ranks of a real trainer say to each other in collectives, the declarations say here.
+    The declarations of its methods stand for the collectives of a real trainer.
     """
 
     def __init__(self, seed: int, learning_rate: float) -> None:
@@ -128,8 +128,8 @@ class ActorTrain(Role):
         self.head = initial_head(seed)[self.first : self.first + self.num_tokens]
 
     def _logits(self, rollout: Batch) -> tuple[Array, NDArray[np.bool_], Tokens]:
-        """Of the tokens that lie here; whether a response's token lies here, and its row if it
-        does.
+        """Return the logits of this rank's tokens, whether each response's token is one of them,
+        and its row if so.
         """
         logits: Array = self.embedding[tokens_before(rollout)] @ self.head.T
         tokens: Tokens = rollout["tokens"]
@@ -138,7 +138,7 @@ class ActorTrain(Role):
 
     @register({"dispatch_fn": rows_over_dp, "collect_fn": reduce_log_probs})
     def log_probs(self, rollout: Batch) -> Batch:
-        """``log_probs`` of the responses' tokens and the softmax's ``normalizer``."""
+        """Return ``log_probs`` of the responses' tokens and the softmax's ``normalizer``."""
         self.note("log_probs", rollout)
         logits, is_here, row = self._logits(rollout)
         return Batch(
@@ -150,8 +150,8 @@ class ActorTrain(Role):
 
     @register({"dispatch_fn": rows_over_dp, "collect_fn": reduce_gradient})
     def gradient(self, batch: Batch) -> Array:
-        """Gradient of PPO's clipped loss, summed over tokens, for the rows of the head that lie
-        here.
+        """Return the gradient of PPO's clipped loss, summed over tokens, for this rank's rows of
+        the head.
         """
         self.note("gradient", batch)
         logits, is_here, row = self._logits(batch)
@@ -165,20 +165,20 @@ class ActorTrain(Role):
 
     @register(AxisSharding(shard=("tp",), replicate=("dp",)), shard=("gradient",))
     def apply(self, gradient: Array) -> None:
-        """One step down. ``gradient`` has a row for each token, and each rank gets those that it
-        owns.
+        """Take a step of gradient descent; ``gradient`` has a row for each token, and each rank
+        gets its own rows.
         """
         self.head = self.head - self.learning_rate * gradient
 
     @register(AxisSharding(shard=("tp",), replicate=()))
     def weights(self) -> Batch:
-        """The head, a row for each token: joined over tp, from one dp rank."""
+        """Return the head with a row for each token, joined over tp, from one dp rank."""
         return Batch({"head": self.head})
 
     @register(Dispatch.DP_MP_DISPATCH_FIRST, remainder="uneven", collect=Collect.LIST)
     def statistics(self, batch: Batch | None) -> dict[str, float] | None:
-        """Sums over the tokens of a share. One rank of each dp coordinate is enough, so the others
-        are sent nothing.
+        """Return sums over the tokens of a share; only one rank of each dp coordinate receives
+        it.
         """
         self.note("statistics", batch)
         if batch is None:
@@ -195,7 +195,7 @@ class ActorTrain(Role):
 
 
 class ActorInfer(Role):
-    """Samples responses with the weights that it was last given, which it has whole."""
+    """Samples responses with the latest weights, which each rank has whole."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -209,8 +209,8 @@ class ActorInfer(Role):
 
     @register(Dispatch.DP_MP_COMPUTE, shard=("prompts",), remainder="pad")
     def generate(self, prompts: Batch, step: int, temperature: float) -> Batch:
-        """``tokens`` and their ``old_log_probs``. Each row draws from a stream of its own, so it
-        does not matter where.
+        """Return ``tokens`` and their ``old_log_probs``; each row has a random stream of its own,
+        so results do not depend on its rank.
         """
         self.note("generate", prompts)
         streams = [np.random.default_rng([self.seed, step, row]) for row in prompts["row"]]
@@ -228,12 +228,12 @@ class ActorInfer(Role):
 
     @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
     def checkpoint(self) -> Array:
-        """The whole head, from one rank."""
+        """Return the whole head, from one rank."""
         return self.head
 
 
 class Reference(Role):
-    """The actor as it was in the beginning, in two pipeline stages: the embedding and the head."""
+    """The initial actor, in two pipeline stages: the embedding and the head."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -243,13 +243,13 @@ class Reference(Role):
 
     @register(AxisSharding(shard=("dp",), replicate=()), remainder="uneven")
     def embed(self, rollout: Batch | None) -> Batch | None:
-        """``hidden`` (N, LENGTH, WIDTH), from the first stage, which alone gets the rows."""
+        """Return ``hidden`` (N, LENGTH, WIDTH) from the first stage; only it receives the rows."""
         self.note("embed", rollout)
         return None if rollout is None else Batch({"hidden": self.layer[tokens_before(rollout)]})
 
     @register(Dispatch.DP_MP_COMPUTE, remainder="uneven")
     def log_probs(self, rollout: Batch, hidden: Batch) -> Batch | None:
-        """``reference_log_probs``, from the last stage."""
+        """Return ``reference_log_probs`` from the last stage."""
         self.note("log_probs", rollout)
         if not self.rank_info.is_pipeline_last_stage:
             return None
@@ -260,7 +260,7 @@ class Reference(Role):
 
 
 class Critic(Role):
-    """Expects of a token before and a position so much reward to come."""
+    """Estimates the coming reward from the previous token and the position."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -268,13 +268,13 @@ class Critic(Role):
 
     @register(Dispatch.DP_MP_COMPUTE)
     def values(self, rollout: Batch) -> Batch:
-        """``values``."""
+        """Return ``values``."""
         self.note("values", rollout)
         return Batch({"values": self.table[tokens_before(rollout), np.arange(LENGTH)]})
 
     @register(Dispatch.DP_MP_COMPUTE, collect=Collect.LIST)
     def fit(self, batch: Batch) -> dict[str, float]:
-        """Move what is expected towards the mean of the ``returns``; the squared error before."""
+        """Move the estimates towards the mean of ``returns``; returns the squared error before."""
         self.note("fit", batch)
         at = (tokens_before(batch), np.broadcast_to(np.arange(LENGTH), batch["tokens"].shape))
         error = batch["returns"] - self.table[at]
@@ -286,11 +286,11 @@ class Critic(Role):
 
 
 class Reward(Role):
-    """Knows what is right."""
+    """Scores responses by the rule."""
 
     @register(Dispatch.DP_MP_COMPUTE, remainder="uneven")
     def score(self, rollout: Batch) -> Batch:
-        """``rewards``: 1 for each token that counts on from the one before it."""
+        """Return ``rewards``: 1 for each token that counts on from the previous one."""
         self.note("score", rollout)
         is_right = rollout["tokens"] == (tokens_before(rollout) + STRIDE) % VOCABULARY
         return Batch({"rewards": is_right.astype(np.float64)})

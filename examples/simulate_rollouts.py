@@ -1,11 +1,11 @@
-"""Try routing policies on simulated rollout instances: how long a batch takes, what the prefix
-caches save, what failures cost.
+"""Compare routing policies on simulated rollout instances: the duration of a batch, the gain of
+prefix caches and the cost of failures.
 
     python examples/simulate_rollouts.py --instances 64 --prompts 512 --samples 8 \\
         --stragglers 0.05 --failures 3
 
 The scheduler is Helmsman's own, on a virtual clock; only the engines are simulated. It prints a
-table and draws what ran over time.
+table and draws the requests in flight over time.
 """
 
 from __future__ import annotations
@@ -64,31 +64,31 @@ FLAGS: list[tuple[str, int | float, str]] = [
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy came to. Times in virtual seconds."""
+    """Results of a policy; times are in virtual seconds."""
 
     policy: str
     makespan_s: float
     bound_s: float
-    """No policy can be faster: all work over all capacity, or the longest request alone."""
+    """Lower bound of all policies: all work over all capacity, or the longest request alone."""
     cached: float
-    """Share of the prompt tokens that a prefix cache had."""
+    """Share of the prompt tokens found in prefix caches."""
     p95_s: float
-    """Within which 95 of 100 requests ended."""
+    """Time in which 95 of 100 requests ended."""
     num_repeated_tokens: int
-    """Generated again, since an instance died with them."""
+    """Tokens generated again after the loss of an instance."""
     running: list[tuple[float, int]]
     """(time, requests in flight)."""
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """The requests of a step, and how long each will be."""
+    """The requests of a step, and their lengths."""
 
     requests: list[GenerationRequest]
     lengths: dict[str, int]
 
 
 def make_workload(options: argparse.Namespace) -> Workload:
-    """Groups of samples of one prompt, whose lengths are alike; prompts begin with one of a few
+    """Make groups of samples of one prompt, with similar lengths; prompts begin with one of a few
     system prompts.
     """
     drawn = random.Random(options.seed)
@@ -197,7 +197,7 @@ def _remaining(request: GenerationRequest, workload: Workload) -> int:
 
 
 def table(found: Sequence[Figures]) -> str:
-    """The figures as people read them."""
+    """Format the results as a table."""
     rows = [
         ("policy", "makespan", "of the bound", "95 % ended", "cached prompts", "generated again")
     ]
@@ -220,7 +220,7 @@ def table(found: Sequence[Figures]) -> str:
 
 
 def draw(found: Sequence[Figures], path: Path) -> None:
-    """Requests in flight over time, a line for each policy."""
+    """Draw the requests in flight over time, with a line for each policy."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -244,7 +244,7 @@ def draw(found: Sequence[Figures], path: Path) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -277,7 +277,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate, tell and draw."""
+    """Simulate, print and draw."""
     options = parse(arguments)
     workload = make_workload(options)
     began = time.perf_counter()

@@ -1,1 +1,1 @@
-"""What the example scripts share; the training loop itself is in the scripts."""
+"""Parts shared by the example scripts, which contain the training loops."""

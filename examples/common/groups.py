@@ -69,11 +69,11 @@ class GroupSource:
         )
 
     def rng(self, step: int) -> random.Random:
-        """Generator of a step; a resumed run draws the same tasks as an uninterrupted one."""
+        """Return the generator of a step, so that a resumed run draws the same tasks."""
         return random.Random(f"{self.settings.seed}/{step}")
 
     def sampling(self, temperature: float, seed: int) -> SamplingParams:
-        """Parameters of one answer."""
+        """Return the parameters of one answer."""
         stop = (self.tokenizer.eos_id,)
         return SamplingParams(
             max_new_tokens=self.max_new_tokens,
@@ -83,5 +83,5 @@ class GroupSource:
         )
 
     def score(self, task: Task, token_ids: Sequence[int]) -> float:
-        """Reward of an answer, by the task's own verifier."""
+        """Return the reward of an answer, by the task's own verifier."""
         return self.tasks.score(task, self.tokenizer.decode(token_ids))

@@ -21,9 +21,9 @@ NUM_CHECKPOINTS = 3
 
 
 def prepare(settings: Settings, *, resume: bool) -> None:
-    """Make the output folder ready, before anything is started.
+    """Prepare the output folder, before anything is started.
 
-    Raises: ValueError, OSError when it cannot be, or the run that is in it cannot be resumed.
+    Raises: ValueError, OSError if the folder cannot be used, or its run cannot be resumed.
     """
     out = Path(settings.out)
     found = Checkpoints(out / "checkpoints", NUM_CHECKPOINTS).latest()
@@ -83,7 +83,7 @@ def launch(run: Callable[[Settings, TaskSet, Tokenizer], None], argv: Sequence[s
 
 
 def how_to_go_on(settings: Settings) -> str:
-    """What to type after a run that was cut short; nothing when it has not saved anything."""
+    """Return the command that resumes an interrupted run; '' without a checkpoint."""
     if Checkpoints(Path(settings.out) / "checkpoints", NUM_CHECKPOINTS).latest() is None:
         return ""
     return (

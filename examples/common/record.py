@@ -1,8 +1,8 @@
-"""What a run leaves in its output folder, so that it can be watched, resumed and compared.
+"""Files of a run in its output folder, by which it is watched, resumed and compared.
 
 metrics.jsonl       one Record per step, appended as the step ends
 checkpoints/        step-000120/, ... and ``latest``, a link to the newest complete one
-settings.json       what --resume goes on with
+settings.json       settings that --resume continues with
 summary.json        written at the end
 """
 
@@ -32,26 +32,24 @@ class Record(msgspec.Struct, kw_only=True):
     reward: float | None = None
     """Mean reward of the sampled answers."""
     accuracy: float | None = None
-    """Share of right answers among those that were sampled for training."""
+    """Share of right answers among the answers sampled for training."""
     draws: list[int] = []
-    """Numbers of the draws that a GRPO step was trained on; those of the first step begin with
-    0.
-    """
+    """Numbers of the draws that a GRPO step was trained on, from 0 in the first step."""
     held_out_accuracy: float | None = None
     """Share of held-out tasks solved with greedy decoding, on steps that end with an evaluation."""
     tokens: int = 0
-    """Tokens that were trained on (sft), or generated for training (grpo)."""
+    """Tokens trained on (sft) or generated for training (grpo)."""
     tokens_per_s: float = 0.0
-    """Those tokens over the step's time, without its evaluation."""
+    """These tokens over the step's time, without its evaluation."""
     weight_version: int = 0
-    """Version of the weights that the step made: the number of optimizer steps, and higher after a
+    """Version of the weights after the step: the number of optimizer steps, higher after a
     recovery.
     """
     seconds: float = 0.0
     """Duration of the step, with its evaluation."""
 
     def with_tokens(self, num_tokens: int, seconds: float) -> Record:
-        """Note how many tokens were processed in how many seconds; returns itself."""
+        """Set the tokens and their rate over these seconds; returns itself."""
         self.tokens, self.tokens_per_s = num_tokens, num_tokens / seconds
         return self
 
@@ -63,14 +61,14 @@ class Summary(msgspec.Struct, kw_only=True):
     accuracy_before: float
     """Share of held-out tasks solved before training."""
     accuracy_after_sft: float
-    """The same after the supervised steps."""
+    """Share solved after the supervised steps."""
     accuracy_after_grpo: float
-    """The same at the end."""
+    """Share solved at the end."""
     num_held_out: int
     sft_steps: int
     grpo_steps: int
     seconds: float
-    """From start to end, workers' start included; resumed runs added up."""
+    """Duration including the start of workers, summed over resumed runs."""
     tokens_per_s: float
     """Generated tokens over the time of all GRPO steps, training included, evaluations not."""
     scheduler: str
@@ -80,7 +78,7 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 def summarize(records: Sequence[Record], settings: Settings, task: str, seconds: float) -> Summary:
-    """The summary of a run from its records, which begin with step 0 and end with the last one."""
+    """Summarize a run from its records, from step 0 to the last one."""
     accuracies = {
         record.step: record.held_out_accuracy
         for record in records
@@ -116,15 +114,13 @@ class MetricsLog:
         append_line(self._path, record)
 
     def read(self) -> list[Record]:
-        """All records. A last line that a crash cut short is left out. Raises ValueError when it is
-        no such file.
-        """
+        """Return all records, without a last line that a crash cut short.
+
+        Raises ValueError for another file."""
         return read_lines(self._path, Record)
 
     def rewind(self, step: int) -> list[Record]:
-        """Drop the records after ``step``, which a resumed run does again; returns those that
-        stay.
-        """
+        """Drop the records after ``step``, which a resumed run repeats; returns the others."""
         kept = [record for record in self.read() if record.step <= step]
         write_lines(self._path, kept)
         return kept

@@ -1,4 +1,4 @@
-"""The settings of a run: defaults, then those of the run that is resumed, then the command line."""
+"""Settings of a run, in turn from the command line, the resumed run and the defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helmsman.testing import Fault, FaultPlan
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decides what a run does."""
+    """All settings of a run."""
 
     scheduler: str = "ray"
     train_workers: int = 1
@@ -34,11 +34,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lr: float = 2e-4
     temperature: float = 1.0
     staleness: float | None = None
-    """Weight versions that answers may be older than the weights they train; None for a synchronous
-    run.
-    """
+    """Weight versions by which answers may lag the trained weights; None for a synchronous run."""
     faults: list[dict[str, Any]] = []
-    """Of a drill, as JSON has them, by the numbers of the steps."""
+    """Faults of a drill in their JSON form, by the numbers of the steps."""
     max_new_tokens: int | None = None
     num_tasks: int = 6000
     num_held_out: int = 256
@@ -49,16 +47,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fault_plan(self) -> FaultPlan:
-        """The plan of the drill. Raises: ValueError for what is no fault."""
+        """Return the plan of the drill. Raises: ValueError for an invalid fault."""
         return FaultPlan(msgspec.convert(self.faults, list[Fault]))
 
     @property
     def total_steps(self) -> int:
-        """Supervised steps and GRPO steps together; they are numbered consecutively, from 1."""
+        """Number of supervised steps and GRPO steps, which are numbered consecutively from 1."""
         return self.sft_steps + self.steps
 
     def lr_of(self, step: int) -> float:
-        """Learning rate of the phase of a step."""
+        """Return the learning rate of a step's phase."""
         return self.sft_lr if step <= self.sft_steps else self.lr
 
     def is_due(self, step: int, every: int) -> bool:
@@ -88,9 +86,7 @@ _FREE_ON_RESUME = {
     "faults",
     "out",
 }
-"""What may differ from the run that is resumed; everything else decides what the steps before
-were.
-"""
+"""Settings that may differ from those of a resumed run; the others determine its earlier steps."""
 _LEAST = {
     **dict.fromkeys(
         ("train_workers", "rollout_workers", "prompts_per_step", "samples_per_prompt", "sft_batch"),
@@ -115,9 +111,9 @@ _LEAST = {
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
-    """Settings from the command line, and whether to resume.
+    """Return the settings from the command line, and whether to resume.
 
-    Exits with code 2 and a message when they make no sense.
+    Exits with code 2 and a message if they are invalid.
     """
     parser = _parser()
     given = vars(parser.parse_args(argv))
@@ -144,7 +140,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
         settings = msgspec.structs.replace(settings, task_params=TASK_PARAMS.get(settings.task, {}))
     for name, least in _LEAST.items():
         value = getattr(settings, name)
-        if value is not None and not least <= value < math.inf:  # not so for nan either
+        if value is not None and not least <= value < math.inf:  # also refuses nan
             parser.error(f"{_flag(name)} is {value}; expected {least} or more")
     if settings.seed >= 2**32:
         parser.error(f"--seed is {settings.seed}; expected less than 2**32")

@@ -17,11 +17,11 @@ from examples.common.settings import Settings
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A prompt, and what its verifier needs."""
+    """A prompt, and the data of its verifier."""
 
     prompt: str
     answer: str | None
-    """A right answer, for supervised training; None where the source gives none."""
+    """A right answer for supervised training, or None if the source has none."""
     entry: Any = None
     """The source's own record."""
 
@@ -37,12 +37,12 @@ class TaskSet(msgspec.Struct, frozen=True):
 
     @property
     def solved(self) -> list[Task]:
-        """Training tasks that come with an answer."""
+        """Return the training tasks that have an answer."""
         return [task for task in self.train if task.answer is not None]
 
 
 def load_tasks(settings: Settings) -> TaskSet:
-    """The tasks that the settings name; as the functions below."""
+    """Load the tasks that the settings name; raises the errors of the functions below."""
     if settings.data is not None:
         return jsonl_tasks(settings.data, num_held_out=settings.num_held_out, seed=settings.seed)
     return reasoning_gym_tasks(
@@ -67,8 +67,8 @@ def reasoning_gym_tasks(
     Args:
         name: Dataset, such as ``palindrome_generation``.
         params: Its parameters, such as ``{"min_length": 5}``.
-        num_tasks: How many to generate; equal ones count once.
-        num_held_out: How many of them to evaluate on.
+        num_tasks: Number of tasks to generate; equal ones count once.
+        num_held_out: Number of them to evaluate on.
         seed: Seed of generation and split.
 
     Raises:
@@ -113,11 +113,11 @@ def reasoning_gym_tasks(
 
 def jsonl_tasks(path: str | Path, *, num_held_out: int, seed: int) -> TaskSet:
     """Read tasks from a file with one ``{"prompt": ..., "answer": ...}`` per line; an answer is
-    right when it is the same text.
+    right if it is the same text.
 
     Args:
-        path: The file; blank lines are passed over.
-        num_held_out: How many tasks to evaluate on.
+        path: The file; blank lines are skipped.
+        num_held_out: Number of tasks to evaluate on.
         seed: Seed of the split.
 
     Raises:
@@ -142,18 +142,18 @@ def jsonl_tasks(path: str | Path, *, num_held_out: int, seed: int) -> TaskSet:
 
 
 def exact_match(task: Task, text: str) -> float:
-    """1 when the text is the answer, up to blanks around it."""
+    """Return 1 if the text is the answer, up to blanks around it, else 0."""
     return float(task.answer is not None and text.strip() == task.answer.strip())
 
 
 def split(tasks: Sequence[Task], num_held_out: int, seed: int) -> tuple[list[Task], list[Task]]:
-    """Tasks to train on and tasks to hold out, drawn by ``seed``.
+    """Return tasks to train on and tasks to hold out, drawn by ``seed``.
 
-    No held-out prompt is trained on, not even with its characters in another order: "3 + 14" held
-    out keeps "14 + 3" from training, and one shuffle of some letters keeps all their shuffles.
+    No held-out prompt is trained on, not even with its characters in another order: a held-out
+    "3 + 14" excludes "14 + 3" from training, and one shuffle of letters excludes all of them.
 
     Raises:
-        ValueError: There are too few different tasks to have both kinds.
+        ValueError: There are too few different tasks for both kinds.
     """
     unique = list({task.prompt: task for task in tasks}.values())
     random.Random(f"{seed}/split").shuffle(unique)

@@ -1,6 +1,4 @@
-"""Tokenizers: a small one made for the tasks at hand, and any that lies in a local Hugging Face
-folder.
-"""
+"""Tokenizers: a small one made for the tasks, and those of local Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -19,26 +17,26 @@ _PIECES = re.compile(r" ?[^\W\d_]{2,}|[^\w\s] |.", re.DOTALL)
 
 
 class Tokenizer(Protocol):
-    """What the training loop needs of a tokenizer."""
+    """The methods of a tokenizer that the training loop calls."""
 
     eos_id: int
-    """Ends an answer."""
+    """Token that ends an answer."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """A prompt as the model is given it."""
+        """Return the tokens of a prompt."""
 
     def encode_answer(self, text: str) -> list[int]:
-        """An answer as the model should give it, end token included."""
+        """Return the tokens of an answer, end token included."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of generated tokens, without special ones."""
+        """Return the text of generated tokens, without special ones."""
 
     def save(self, folder: Path) -> None:
-        """Write it in the Hugging Face layout, beside the model."""
+        """Write the tokenizer in the Hugging Face layout, beside the model."""
 
 
 def make_tokenizer(model: str | None, tasks: TaskSet) -> Tokenizer:
-    """The tokenizer of a model folder, or a new one for the tasks."""
+    """Return the tokenizer of a model folder, or a new one for the tasks."""
     if model is not None:
         return FolderTokenizer(model)
     return CharTokenizer(
@@ -47,18 +45,18 @@ def make_tokenizer(model: str | None, tasks: TaskSet) -> Tokenizer:
 
 
 def longest(tasks: TaskSet, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest known answer."""
+    """Return the tokens of the longest prompt and of the longest known answer."""
     all_tasks = [*tasks.train, *tasks.held_out]
     prompt = max(len(tokenizer.encode_prompt(task.prompt)) for task in all_tasks)
     return prompt, max(len(tokenizer.encode_answer(task.answer or "")) for task in all_tasks)
 
 
 def small_model(tokenizer: Tokenizer, max_len: int) -> dict[str, Any]:
-    """Configuration of a new model that learns short tasks within minutes on a processor core: 0.6
-    million parameters.
+    """Return the configuration of a new model of 0.6 million parameters, which learns short tasks
+    within minutes on a processor core.
 
-    It is a llama because transformers reads such a folder with the tokenizer that lies there; with
-    others, qwen2 among them, it takes the one of the family in any case.
+    The model is a llama because transformers then loads the tokenizer of the folder; for other
+    families, such as qwen2, it always takes the tokenizer class of the family.
     """
     assert isinstance(tokenizer, CharTokenizer)
     return {
@@ -81,9 +79,8 @@ def small_model(tokenizer: Tokenizer, max_len: int) -> dict[str, Any]:
 class CharTokenizer:
     """One token per character, and one for each phrase that (nearly) all prompts share.
 
-    The phrases keep sequences short: a task's wording is the same every time, and what differs is
-    spelled out. It is a ``tokenizers`` tokenizer; what ``save`` writes is loaded by
-    ``transformers.AutoTokenizer``.
+    The phrases keep sequences short, since the wording of a task is always the same. It is a
+    ``tokenizers`` tokenizer, and ``transformers.AutoTokenizer`` loads the files of ``save``.
     """
 
     def __init__(self, prompts: Sequence[str], answers: Sequence[str]) -> None:
@@ -133,8 +130,8 @@ class CharTokenizer:
 
 
 def _shared_phrases(prompts: Sequence[str]) -> list[str]:
-    """How all prompts begin and end, and words that at least half of them have; the longest first,
-    as matching needs it.
+    """Return the common start and end of all prompts, and words that at least half of them have;
+    the longest phrase comes first, as matching requires.
     """
     start = _common_start(prompts)
     end = _common_start([prompt[len(start) :][::-1] for prompt in prompts])[::-1]
@@ -151,7 +148,7 @@ def _shared_phrases(prompts: Sequence[str]) -> list[str]:
 
 
 def _common_start(texts: Sequence[str]) -> str:
-    # what these two share, all that sort between them share too
+    # A prefix of these two is one of all prompts that sort between them.
     first, last = (
         min(texts),
         max(texts),

@@ -1,4 +1,4 @@
-"""What is shown while a run goes on: a live page on a terminal, plain lines elsewhere."""
+"""Displays of a run: a live page on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class View:
         self._total_steps = total_steps
 
     def note(self, text: str) -> None:
-        """Say what goes on."""
+        """Show a note."""
         self._print(text)
 
     def show(self, record: Record) -> None:
-        """Take in the record of a step that has ended."""
+        """Show the record of a step that has ended."""
         if record.step % _LINE_EVERY == 0 or record.held_out_accuracy is not None:
             self._print(_line(record, self._total_steps))
 
@@ -51,11 +51,10 @@ class View:
 
 
 class LiveView(View):
-    """A page that is redrawn in place: progress, the latest figures, and what each worker does
-    right now.
+    """A page that is redrawn in place: progress, the latest figures, and the current call of each
+    worker.
 
-    A thread asks the scheduler for the workers' state once a second; nothing of the run waits for
-    it.
+    A thread polls the scheduler for the workers' state once a second; the run does not wait for it.
     """
 
     def __init__(
@@ -76,15 +75,15 @@ class LiveView(View):
         )
 
     def open(self) -> None:
-        """Begin to draw and to ask."""
+        """Begin to draw and to poll."""
         self._live.start()
         self._poller.start()
 
     def close(self) -> None:
-        """Stop asking and leave the last page on the screen."""
+        """Stop polling and leave the last page on the screen."""
         self._closing.set()
         self._poller.join(timeout=2.0)
-        with contextlib.suppress(OSError):  # the terminal is gone
+        with contextlib.suppress(OSError):  # the terminal has closed
             self._live.stop()
 
     def note(self, text: str) -> None:
@@ -96,15 +95,15 @@ class LiveView(View):
             self._held_out.append(record.held_out_accuracy)
 
     def poll(self) -> None:
-        """Ask the scheduler what every worker does."""
+        """Poll the scheduler for the state of every worker."""
         with contextlib.suppress(HelmsmanError):
-            # a scheduler that closes; the page keeps what it knew
+            # The scheduler closes; the page keeps the last state.
             self._status = self._scheduler.status()
 
     def _keep_polling(self) -> None:
         while not self._closing.wait(_POLL_S):
             self.poll()
-        self.poll()  # the page that stays tells how it ended
+        self.poll()  # the last page shows the end of the run
 
     def _page(self) -> RenderableType:
         return Panel(
@@ -186,7 +185,7 @@ class LiveView(View):
 
 @contextlib.contextmanager
 def open_view(settings: Settings, scheduler: Scheduler) -> Iterator[View]:
-    """The live page where standard output is a terminal, plain lines where it is not."""
+    """Open the live page if standard output is a terminal, else plain lines."""
     console = Console()
     if not console.is_terminal:
         yield View(settings.total_steps)

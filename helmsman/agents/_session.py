@@ -106,7 +106,7 @@ class AgentSession:
         self.running: set[asyncio.Task[Any]] = set()
         """Turns in progress."""
         self.reserved_turns = self.reserved_tokens = 0
-        """Of turns in progress, against the limits."""
+        """Turns and tokens of turns in progress, which count against the limits."""
         self.released = asyncio.Event()
         """Set, and replaced, when a reservation ends."""
         self._begun = self._busy_since = self.last_used = time.monotonic()

@@ -18,7 +18,7 @@ from helmsman.agents import AgentGateway, AgentSession, SessionLimits, run_progr
 from tests.agents.toy_model import CHAT_TOOL, SECRETS, TOOL, question
 
 NUM_SESSIONS = 2 * int(os.environ.get("HELMSMAN_SOAK_ROUNDS", "5"))
-"""Of each agent."""
+"""Sessions of each agent."""
 MAX_TURNS = 6
 
 

@@ -86,7 +86,7 @@ class WorkerEvidence:
         self.stack = _stack_of(report)
         """The stack of the oldest call that runs, or of a process that did not answer."""
         self.wait = wait_of(self.stack)
-        """What that stack waits for; None if it computes."""
+        """The wait of that stack; None if it computes."""
         self.cpu_share: float | None = None
         """Cores that the process used, or waited for, between the snapshots; None if unknown."""
         if report is not None and earlier is not None and apart_s > 0:

@@ -71,7 +71,7 @@ def engine(shared: ServerEngine) -> ServerEngine:
 
 
 vllm_alone = pytest.mark.parametrize("dialect", ["vllm"], indirect=True, scope="module")
-"""Of tests of the parts that no dialect changes."""
+"""Selects one dialect for tests of the parts that all dialects share."""
 
 
 def asked(name: str, prompt: list[int], count: int = ENDLESS, **sampling: Any) -> GenerationRequest:
