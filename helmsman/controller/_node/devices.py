@@ -50,7 +50,7 @@ def physical_ids(
 
     A raylet under a mask such as 4,5,6,7 numbers its devices from 0. Ray maps granted devices back
     to the ids of the mask, in any order and regardless of its NOSET variables
-    (tests/multinode/test_devices.py). Ids that are not in the mask must be such numbers.
+    (tests/nightly/multinode/test_devices.py). Ids that are not in the mask must be such numbers.
 
     Raises:
         DeviceMismatchError: The ids are neither in the mask nor positions in it.
