@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests import zygote
+from tests.engines.preload import PRELOAD
 
 TORCH_NPU = """
 import types
@@ -58,18 +58,16 @@ def test_process_group_after_set_device(tmp_path: Path) -> None:
     package = tmp_path / "torch_npu"
     package.mkdir()
     (package / "__init__.py").write_text(TORCH_NPU)
-    ran = subprocess.run(
+    ran = zygote.run(
         [sys.executable, "-c", SCRIPT],
         env={
             **os.environ,
-            "PYTHONPATH": f"{tmp_path}:{ROOT}",
+            "PYTHONPATH": f"{tmp_path}:{zygote.ROOT}",
             "HELMSMAN_PLATFORM": "npu",
             "LOCAL_RANK": "1",
         },
-        capture_output=True,
-        text=True,
         timeout=100,
-        check=False,
+        preload=PRELOAD,
     )
     assert ran.returncode == 0, ran.stderr
     calls, is_initialized = ran.stdout.splitlines()

@@ -95,26 +95,38 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(3, 5, 8, generator=random) * 3, torch.randn(3, 5, generator=random)
 
 
-def of_a_part() -> tuple[torch.Tensor, torch.Tensor]:
+def on_each_rank() -> tuple[Any, Any]:
     join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)
+    try:
+        return of_a_part(), of_a_part_of_the_layer()
+    finally:
+        leave_process_group()
+
+
+@pytest.fixture(scope="module")
+def parts() -> list[tuple[Any, Any]]:
+    """Results of two vocabulary-parallel ranks, from logits and from an output layer."""
+    return run_ranks(on_each_rank, 2)
+
+
+def of_a_part() -> tuple[torch.Tensor, torch.Tensor]:
     logits, weights = drawn()
     part = logits.chunk(2, dim=-1)[dist.get_rank()].clone().requires_grad_()
     entropies = distribution_entropies(part, group=dist.group.WORLD, chunk_numel=20)
     (grad,) = torch.autograd.grad((entropies * weights).sum(), part)
-    leave_process_group()
     return entropies.detach(), grad
 
 
-def test_distribution_entropies_vocabulary_parallel() -> None:
+def test_distribution_entropies_vocabulary_parallel(parts: list[tuple[Any, Any]]) -> None:
     logits, weights = drawn()
     logits.requires_grad_()
     expected = distribution_entropies(logits)
     (grad,) = torch.autograd.grad((expected * weights).sum(), logits)
-    parts = run_ranks(of_a_part, 2)
-    for entropies, _ in parts:
+    found = [of_logits for of_logits, _ in parts]
+    for entropies, _ in found:
         torch.testing.assert_close(entropies, expected.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
-        torch.cat([part for _, part in parts], dim=-1), grad, atol=1e-5, rtol=1e-5
+        torch.cat([part for _, part in found], dim=-1), grad, atol=1e-5, rtol=1e-5
     )
 
 
@@ -206,17 +218,13 @@ def test_output_layer_half_precision_sums_in_float32() -> None:
 
 
 def of_a_part_of_the_layer() -> list[torch.Tensor]:
-    join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)
-    try:
-        hidden, weight, targets, grads = drawn_layer()
-        part = weight.chunk(2)[dist.get_rank()].clone().requires_grad_()
-        layer = OutputLayer(part, None, soft_cap)
-        hidden.requires_grad_()
-        found = both(hidden, targets, layer=layer, group=dist.group.WORLD, chunk_numel=20)
-        slopes = torch.autograd.grad(found, [hidden, part], list(grads))
-        return [each.detach() for each in (*found, *slopes)]
-    finally:
-        leave_process_group()
+    hidden, weight, targets, grads = drawn_layer()
+    part = weight.chunk(2)[dist.get_rank()].clone().requires_grad_()
+    layer = OutputLayer(part, None, soft_cap)
+    hidden.requires_grad_()
+    found = both(hidden, targets, layer=layer, group=dist.group.WORLD, chunk_numel=20)
+    slopes = torch.autograd.grad(found, [hidden, part], list(grads))
+    return [each.detach() for each in (*found, *slopes)]
 
 
 def drawn_layer() -> tuple[torch.Tensor, ...]:
@@ -229,14 +237,14 @@ def drawn_layer() -> tuple[torch.Tensor, ...]:
     )
 
 
-def test_output_layer_vocabulary_parallel() -> None:
+def test_output_layer_vocabulary_parallel(parts: list[tuple[Any, Any]]) -> None:
     hidden, weight, targets, grads = drawn_layer()
     whole = OutputLayer(weight.requires_grad_(), None, soft_cap)
     found = both(hidden.requires_grad_(), targets, layer=whole)
     slopes = torch.autograd.grad(found, [hidden, weight], list(grads))
-    parts = run_ranks(of_a_part_of_the_layer, 2)
-    for *statistics, hidden_slope, _ in parts:
+    of_layer = [each for _, each in parts]
+    for *statistics, hidden_slope, _ in of_layer:
         for one, other in zip((*statistics, hidden_slope), (*found, slopes[0]), strict=True):
             torch.testing.assert_close(one, other.detach(), atol=1e-5, rtol=1e-5)
-    joined = torch.cat([weight_slope for *_, weight_slope in parts])
+    joined = torch.cat([weight_slope for *_, weight_slope in of_layer])
     torch.testing.assert_close(joined, slopes[1], atol=1e-5, rtol=1e-5)
