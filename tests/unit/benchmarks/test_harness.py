@@ -136,7 +136,7 @@ def test_main_skipped_case(
     assert "pip install 'helmsman[bench]'" in printed
 
 
-def test_main_reports_cases_that_work(
+def test_main_reports_working_cases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def breaks(world: World) -> Pair:

@@ -20,7 +20,7 @@ def minimal(**cluster: Any) -> GRPOSettings:
     )
 
 
-def test_choose_threads_of_roles_that_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_threads_of_alternating_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     found, choices = choose(minimal(), frozenset({"cluster.devices_per_node"}))
     cores = str(num_cores())

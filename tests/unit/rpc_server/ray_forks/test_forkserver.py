@@ -45,7 +45,7 @@ def test_read_order_plain_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "changes",
     [
         pytest.param(
             {"more": ['--serialized-runtime-env-context={"command_prefix": ["cd", "x", "&&"]}']},
@@ -75,8 +75,8 @@ def test_read_order_plain_worker() -> None:
         pytest.param({"LD_PRELOAD": "x.so"}, id="a variable of the loader"),
     ],
 )
-def test_read_order_other_workers(asked: dict[str, Any]) -> None:
-    assert _read(*asked.pop("more", ()), **asked) is None
+def test_read_order_other_workers(changes: dict[str, Any]) -> None:
+    assert _read(*changes.pop("more", ()), **changes) is None
 
 
 @pytest.mark.parametrize(

@@ -268,16 +268,16 @@ def handle(number: int) -> ResultHandle:
 def test_decode_resolves_handles_once() -> None:
     payload = encode({"a": [handle(1), handle(2)], "b": (handle(1), {"c": handle(1)})})
     assert payload.handles == [handle(1), handle(2)]
-    asked: list[str] = []
+    resolved: list[str] = []
 
     def resolve(each: ResultHandle) -> Any:
-        asked.append(each.id)
+        resolved.append(each.id)
         return [each.location[1]]
 
     got = decode(payload, resolve=resolve)
     assert got == {"a": [[1], [2]], "b": ([1], {"c": [1]})}
     assert got["a"][0] is got["b"][0]
-    assert asked == ["h1", "h2"]
+    assert resolved == ["h1", "h2"]
 
 
 def test_decode_errors_of_resolve() -> None:
@@ -419,7 +419,7 @@ def test_decode_unloadable_values() -> None:
         decode(Payload(encode(np.zeros(5000)).data, [], []))
 
 
-def test_decode_module_that_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_exiting_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "codec_script.py").write_text(
         "import argparse; argparse.ArgumentParser().parse_args(['--unknown'])"
     )

@@ -252,7 +252,7 @@ def test_can_reuse_without_leases(
     ],
     ids=str,
 )
-def test_attach_location_that_does_not_fit(fields: dict[str, Any]) -> None:
+def test_attach_invalid_location(fields: dict[str, Any]) -> None:
     with pack([bytes(5000)]) as segment, pytest.raises(ProtocolError, match="do not fit"):
         attach(msgspec.structs.replace(segment.location, **fields))
 
