@@ -30,9 +30,8 @@ from helmsman.testing.contract_fixtures import (
 )
 from tests.contract.engines import Counter
 from tests.contract.group_workers import Member
-from tests.contract.groups import ON_CPU, Members
+from tests.contract.groups import ACT, ON_CPU, Members
 from tests.contract.helpers import LIMIT_S, Driver, Engine
-from tests.contract.pools import ACT
 
 __all__ = ["engine", "gate", "own_processes", "peer", "role", "shared_workers"]
 

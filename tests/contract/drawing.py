@@ -19,5 +19,4 @@ class Drawing:
         return random.random(), float(numpy.random.random()), float(torch.rand(()))
 
     def drawn_first(self) -> tuple[float, float, float]:
-        """Return the numbers of the constructor."""
         return self.first

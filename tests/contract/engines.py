@@ -59,15 +59,12 @@ class Counter(CountingEngine):
         self.destroyed = ""
 
     def note_number(self, index: int, _: Any) -> None:
-        """Append the index of a call to the log."""
         self.log.append(str(index))
 
     def numbers(self) -> list[int]:
-        """Return the indices of the calls, in order."""
         return [int(index) for index in self.log]
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the worker."""
         return function(*args)
 
     async def park(self) -> None:
@@ -76,7 +73,6 @@ class Counter(CountingEngine):
         await self.parked.wait()
 
     async def unpark(self) -> None:
-        """End all calls of park."""
         self.parked.set()
 
     def hold_interpreter(self, started: str, release: str) -> None:
@@ -84,7 +80,6 @@ class Counter(CountingEngine):
         hold_interpreter(started)
 
     async def async_hold_interpreter(self, started: str, release: str) -> None:
-        """Hold the interpreter's lock on the event loop."""
         hold_interpreter(started)
 
     def sleep_with_interpreter(self, seconds: float) -> None:
@@ -104,50 +99,40 @@ class Counter(CountingEngine):
         threading.stack_size(4 << 30)
 
     def allow_threads(self) -> None:
-        """Undo refuse_threads."""
         threading.stack_size(0)
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     def environ(self, *names: str) -> dict[str, str | None]:
-        """Return environment variables of the worker."""
         return {name: os.environ.get(name) for name in names}
 
-    def _secret(self) -> None:
-        """A private method."""
+    def _secret(self) -> None: ...
 
     @functools.cached_property
     def broken_once(self) -> NoReturn:
-        """A cached property that raises."""
         raise RuntimeError("this property is broken")
 
     @property
     def broken(self) -> NoReturn:
-        """A property that raises."""
         raise RuntimeError("this property is broken")
 
     # --- failures ---------------------------------------------------------------------------------
 
     def fail(self, kind: str) -> NoReturn:
-        """Raise the exception that make_error makes."""
         raise make_error(kind)
 
     async def async_fail(self, kind: str) -> NoReturn:
-        """Raise it on the event loop."""
         raise make_error(kind)
 
     def unpicklable(self) -> Any:
-        """Return a value with a nested lock."""
         return {"model": [1, {"lock": threading.Lock()}]}
 
     async def async_unpicklable(self) -> Any:
-        """Return a value with a nested lock."""
         return {"model": [1, {"lock": threading.Lock()}]}
 
     # --- deaths -----------------------------------------------------------------------------------
 
     def print_lines(self, count: int) -> None:
-        """Write to the worker's log."""
         for index in range(count):
             print(f"line {index}")
 
@@ -168,11 +153,9 @@ class Counter(CountingEngine):
         return numpy.full(num_bytes, 7, dtype=numpy.uint8)
 
     def total(self, *arrays: Any) -> int:
-        """Return the sum of arrays or tensors."""
         return sum(int(each.sum()) for each in arrays)
 
     def fill(self, array: Any, value: float) -> Any:
-        """Write to an array and return it."""
         array[...] = value
         return array
 
@@ -210,7 +193,6 @@ class Unreadable:
         raise RuntimeError("no attribute for you")
 
     def known(self) -> int:
-        """Return 1."""
         return 1
 
 
@@ -222,7 +204,6 @@ class Slow:
         wait_for_file(release)
 
     def ready(self) -> bool:
-        """Return True."""
         return True
 
 
@@ -285,7 +266,7 @@ class Family:
         self._forked("fork_setsid", os.setsid)
         self._daemonized()
         self._hidden()
-        kinds = (
+        kinds = [
             "subprocess",
             "grandchild",
             "new_session",
@@ -294,7 +275,7 @@ class Family:
             "fork_setsid",
             "daemon",
             "hidden",
-        )
+        ]
         pids = {"worker": os.getpid()}
         for kind in kinds:
             path = f"{self.folder}/{kind}"
@@ -374,11 +355,9 @@ class Forking:
         return child
 
     async def afork(self, raises: bool) -> int:
-        """Fork on the thread of the event loop."""
         return self.fork(raises)
 
     def note(self, path: str, number: int) -> int:
-        """Append a line to a file."""
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(fd, f"{number}\n".encode())
         os.close(fd)
@@ -399,7 +378,6 @@ class Driving:
         return pids
 
     def pid(self) -> int:
-        """Return the pid of this worker."""
         return os.getpid()
 
 
@@ -449,17 +427,14 @@ class Ranked:
         return args, kwargs
 
     def apply(self, function: Callable[[int], Any]) -> Any:
-        """Return ``function(rank)``."""
         import torch.distributed as dist
 
         return function(dist.get_rank())
 
     def count(self) -> int:
-        """Return the number of calls of receive."""
         return self.num_calls
 
     def destroy(self) -> None:
-        """Leave the group."""
         if self._group is not None:
             import torch.distributed as dist
 
@@ -482,10 +457,7 @@ class OneWay:
 
 
 class Printer:
-    """An engine that prints."""
-
     def say(self, text: str, end: str = "\n") -> None:
-        """Print a text."""
         print(text, end=end, flush=True)
 
 

@@ -30,22 +30,18 @@ class Member(GroupWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def echo(self, value: Any) -> Any:
-        """Return the value."""
         return value
 
     @register(Dispatch.ONE_TO_ALL)
     def rank_at_start(self) -> int:
-        """Return the rank that the constructor saw."""
         return self.first_rank
 
     @register(Dispatch.ONE_TO_ALL)
     async def aecho(self, value: Any) -> Any:
-        """Return the value, as a coroutine."""
         return value
 
     @register(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> str:
-        """Return the coordinates of the rank."""
         return str(self.rank_info)
 
     @register(Dispatch.ONE_TO_ALL_ONE)
@@ -61,7 +57,6 @@ class Member(GroupWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def steps(self) -> int:
-        """Return the number of counted calls."""
         return self.num_steps
 
     @register(Dispatch.DP_MP_COMPUTE, shard=("batch",))
@@ -78,12 +73,10 @@ class Member(GroupWorker):
 
     @register(Dispatch.DP_MP_COMPUTE, remainder="pad")
     def padded_add(self, batch: Batch) -> Any:
-        """Return rows plus one as an array; all shares have one size."""
         return batch["x"] + 1
 
     @register(Dispatch.DP_MP_COMPUTE)
     def in_place(self, rows: Any) -> Any:
-        """Add one to the argument in place."""
         rows += 1
         return rows
 
@@ -101,7 +94,6 @@ class Member(GroupWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def stored_rows_and_meta(self) -> tuple[int, dict[str, Any]]:
-        """Return rows and meta of the stored batch."""
         assert self.stored is not None
         return len(self.stored), dict(self.stored.meta)
 
@@ -112,12 +104,10 @@ class Member(GroupWorker):
 
     @register(Dispatch.DP_MP_COMPUTE, collect=Collect.LIST, remainder="uneven")
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """Return rows and rank of a part."""
         return {"rows": len(batch), "rank": self.rank_info.rank}
 
     @register(Dispatch.DP_MP_COMPUTE, collect=sum)
     def summed(self, rows: list[int]) -> int:
-        """Return the sum of a part."""
         return sum(rows)
 
     @register(
@@ -127,22 +117,18 @@ class Member(GroupWorker):
         }
     )
     def custom(self, number: int) -> int:
-        """Return the number."""
         return number
 
     @register(Dispatch.ALL_TO_ALL)
     def own(self, value: Any) -> Any:
-        """Return the rank and its argument."""
         return self.rank_info.rank, value
 
     @register(AxisSharding(("tp", "dp"), ("pp",)))
     def over_two_axes(self, rows: list[int]) -> list[int]:
-        """Return the rows."""
         return rows
 
     @register(Dispatch.ONE_TO_ALL)
     def fail_on(self, ranks: list[int], text: str) -> str:
-        """Raise on these ranks."""
         if self.rank_info.rank in ranks:
             raise ValueError(text)
         return "fine"
@@ -164,17 +150,14 @@ class Member(GroupWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def environment(self, names: list[str]) -> dict[str, str | None]:
-        """Return environment variables of the process."""
         return {name: os.environ.get(name) for name in names}
 
     @register(Dispatch.DP_MP_COMPUTE)
     def same(self, batch: Batch) -> Batch:
-        """Return the rows."""
         return batch
 
     @register(Dispatch.DP_MP_COMPUTE, remainder="uneven")
     def uneven(self, batch: Batch) -> Batch:
-        """Return the rows; parts may be uneven."""
         return batch
 
     @register(Dispatch.DP_MP_COMPUTE, shard=("batch",))
@@ -202,7 +185,6 @@ class Member(GroupWorker):
 
     @register(Dispatch.DP_MP_COMPUTE)
     def rows_of(self, batch: Batch) -> list[tuple[int, int]]:
-        """Return (rank, value) of each row."""
         return [(self.rank_info.rank, int(value)) for value in batch["x"]]
 
     @register(Dispatch.ONE_TO_ALL)
@@ -214,7 +196,6 @@ class Member(GroupWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def pid(self) -> int:
-        """Return the id of the process."""
         return os.getpid()
 
 
@@ -227,14 +208,12 @@ class WithItsOwnView(Member):
         self.num_asked = 0
 
     def get_rank_info(self) -> Mapping[str, int]:
-        """Return the view of this worker."""
         self.num_asked += 1
         wrong = int(self.rank_info.rank >= self.wrong_from)
         return {"rank": self.rank_info.rank, "tp_rank": self.rank_info.tp_rank + wrong}
 
     @register(Dispatch.ONE_TO_ALL)
     def asked(self) -> int:
-        """Return the number of get_rank_info calls."""
         return self.num_asked
 
 
@@ -245,7 +224,6 @@ class Frozen(GroupWorker):
     number: int = 0
 
     def tell(self) -> tuple[int, int]:
-        """Return its number and rank."""
         return self.number, self.rank_info.rank
 
 
@@ -282,5 +260,4 @@ class Plain:
         self.text = text + engine
 
     def tell(self, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        """Return the text and the arguments."""
         return self.text, args, kwargs

@@ -64,7 +64,6 @@ class Scorer:
         self.factor = factor
 
     async def __call__(self, item: int, plus: int = 0) -> int:
-        """Multiply the item and add ``plus``."""
         return self.factor * item + plus
 
 

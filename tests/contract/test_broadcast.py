@@ -57,13 +57,15 @@ def test_broadcast_head_arguments_reach_all(ranks: list[Engine]) -> None:
     assert outcomes == [(("from the head", [1, 2]), {})] * 2
 
 
-def test_broadcast_unloadable_runs_nowhere(ranks: list[Engine]) -> None:
+def test_broadcast_unusable_argument_runs_nowhere(ranks: list[Engine]) -> None:
     before = _both(ranks, "count", [(), ()], broadcast=False)
-    head, other = _both(ranks, "receive", [(Unloadable(),), ()])
-    assert isinstance(head, errors.ArgumentNotLoadableError)
-    assert isinstance(other, errors.PeerNotReadyError)
-    assert other.ranks == [0]  # type: ignore[attr-defined]
-    assert "refused to load" in str(other)
+    for argument, reason in ((Unloadable(), "refused to load"), (OneWay(), "lock")):
+        head, other = _both(ranks, "receive", [(argument,), ()])
+        assert reason in str(head)
+        assert isinstance(head, errors.ArgumentNotLoadableError) == (reason != "lock")
+        assert isinstance(other, errors.PeerNotReadyError)
+        assert other.ranks == [0]  # type: ignore[attr-defined]
+        assert reason in str(other)
     assert _both(ranks, "count", [(), ()], broadcast=False) == before
     assert _both(ranks, "receive", [("still usable",), ()]) == [(("still usable",), {})] * 2
 
@@ -74,13 +76,6 @@ def test_broadcast_carries_lambdas_and_tensors(ranks: list[Engine]) -> None:
     for (received,), _ in _both(ranks, "receive", [(given,), ()]):
         assert torch.equal(received, given)
         assert received.dtype == given.dtype
-
-
-def test_broadcast_unpicklable_copy_runs_nowhere(ranks: list[Engine]) -> None:
-    head, other = _both(ranks, "receive", [(OneWay(),), ()])
-    assert "lock" in str(head)
-    assert isinstance(other, errors.PeerNotReadyError)
-    assert _both(ranks, "receive", [("still usable",), ()]) == [(("still usable",), {})] * 2
 
 
 def test_broadcast_off(ranks: list[Engine]) -> None:

@@ -47,11 +47,9 @@ class Ticker:
         return self.num_ticks
 
     async def count(self) -> int:
-        """Return the number of steps so far."""
         return self.num_ticks
 
     def pid(self) -> int:
-        """Return the id of the process."""
         return os.getpid()
 
 

@@ -31,7 +31,6 @@ class Parent(Counter):
         return self.child.pid
 
     def terminate(self) -> int | None:
-        """End the child by SIGTERM; return its exit code."""
         self.child.terminate()
         self.child.join(10)
         return self.child.exitcode

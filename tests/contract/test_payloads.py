@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import os
 import signal
 from collections.abc import Callable
@@ -21,21 +19,6 @@ from tests.contract.helpers import Driver, Engine, wait_gone
 from tests.contract.marks import needs_processes, only_local, ray_smoke
 
 LARGE_BYTES = 32 << 20
-
-
-class Color(enum.Enum):
-    RED = "red"
-
-
-@dataclasses.dataclass
-class Sample:
-    tokens: torch.Tensor
-    reward: float
-
-
-class Config(msgspec.Struct, frozen=True):
-    name: str
-    sizes: list[int] = []
 
 
 @ray_smoke
@@ -62,21 +45,10 @@ def test_payload_tensors(engine: Engine) -> None:
 
 @ray_smoke
 def test_payload_kinds(engine: Engine) -> None:
-    value = {
-        1: (1, 2.5, None, True),
-        "set": {1, 2},
-        "bytes": b"\0\1",
-        "enum": Color.RED,
-        "config": Config("c", [1]),
-        "array": numpy.arange(3, dtype=numpy.int16),
-    }
-    back = engine.call("echo", value)
-    assert back.keys() == value.keys()
-    assert all(back[key] == value[key] for key in value if key != "array")
-    assert back["array"].dtype == numpy.int16
-    sample = engine.call("echo", Sample(torch.arange(4), 0.5))
-    assert isinstance(sample, Sample)
-    assert sample.tokens.tolist() == [0, 1, 2, 3]
+    value = {1: (1, 2.5, None, True), "set": {1, 2}, "bytes": b"\0\1", "nested": {"a": [{}]}}
+    assert engine.call("echo", value) == value
+    array = engine.call("echo", numpy.arange(3, dtype=numpy.int16))
+    assert (array.dtype, array.tolist()) == (numpy.int16, [0, 1, 2])
     bound = 10
     assert engine.call("apply", lambda number: number + bound, 5) == 15, "closures are pickled"
 

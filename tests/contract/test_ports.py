@@ -38,11 +38,9 @@ class Owner:
             self._listeners[-1].listen()
 
     def bound(self) -> list[int]:
-        """Return the ports that it listens on."""
         return [listener.getsockname()[1] for listener in self._listeners]
 
     def destroy(self) -> None:
-        """Close its listeners."""
         for listener in self._listeners:
             listener.close()
 

@@ -128,11 +128,9 @@ def test_worker_log_has_preemption_notice(scheduler: Scheduler, role: str) -> No
 class Sleeper(CountingRollout):
     """A rollout engine that sleeps and wakes."""
 
-    async def sleep(self, level: int) -> None:
-        """Do nothing."""
+    async def sleep(self, level: int) -> None: ...
 
-    async def wake(self, *, weights_only: bool = False) -> None:
-        """Do nothing."""
+    async def wake(self, *, weights_only: bool = False) -> None: ...
 
 
 @needs_processes

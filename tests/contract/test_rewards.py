@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.errors import RewardLostError, RewardTimeoutError, RewardWorkersSpentError
+from tests.contract.groups import AACT, ACT, MakePool, begin, outcomes, pids
 from tests.contract.helpers import LIMIT_S, Gate, is_running, wait_gone, wait_until
 from tests.contract.marks import needs_processes, only_local
-from tests.contract.pools import AACT, ACT, MakePool, begin, outcomes, pids
 
 
 def test_reward_pool_stuck_function(

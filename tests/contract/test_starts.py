@@ -1,4 +1,4 @@
-"""Starts are atomic: all workers of the jobs are ready and published, or nothing remains."""
+"""Starts match their plans and are atomic: all workers are ready, or nothing remains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.engines import Counter
 from tests.contract.group_workers import Member
 from tests.contract.groups import ON_CPU, Members
-from tests.contract.helpers import Driver, Engine, run_id, wait_gone, wait_until
+from tests.contract.helpers import Driver, Engine, alias_of, run_id, wait_gone, wait_until
 from tests.contract.marks import needs_processes, only_local, only_ray, ray_smoke
 from tests.processes import command_of
 
@@ -166,6 +166,41 @@ def test_create_workers_waits_for_others(
         other.timeouts = Timeouts()  # Ray assigns free resources to a pending group in a second.
         job = Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)])
         assert len(other.create_workers(job)) == 3
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def _jobs(role: str, gpu: int = 1) -> list[Job]:
+    return [
+        alias_of(role, f"{role}-beside"),
+        Job(role=role, replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=gpu, port_count=1)]),
+        Job(role=f"{role}-cpu", tasks=[SchedulingSpec(cpu=0.5)]),
+    ]
+
+
+@ray_smoke
+def test_plan_matches_start(scheduler: Scheduler, role: str) -> None:
+    before = {status.worker_id for status in scheduler.status()}
+    plan = scheduler.plan(_jobs(role))
+    assert {status.worker_id for status in scheduler.status()} == before, "nothing was started"
+    planned = [worker.worker_id for each in plan.roles for worker in each.workers]
+    assert planned == [f"{role}-beside/0", f"{role}/0", f"{role}/1", f"{role}-cpu/0"]
+    assert all(worker_id.rpartition("/")[0] in plan.table() for worker_id in planned)
+    assert scheduler.create_workers(_jobs(role)) == planned
+    assert [len(worker.devices) for worker in scheduler.get_workers(role)] == [1, 1]
+    engines = [Engine.create(scheduler, worker_id, Counter) for worker_id in planned]
+    assert [engine.call("add", 1) for engine in engines] == [1, 1, 1, 1]
+    assert engines[0].call("pid") == engines[1].call("pid")
+    scheduler.delete_workers(role)
+    with pytest.raises(errors.RoleNotFoundError):
+        scheduler.get_workers(f"{role}-beside")
+
+
+def test_plan_names_holder(scheduler: Scheduler, role: str) -> None:
+    scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, gpu=6)]))
+    with pytest.raises(errors.PlacementTimeoutError, match=f"{role}"):
+        scheduler.plan(Job(role=f"{role}-more", tasks=[SchedulingSpec(cpu=0, gpu=3)]))
 
 
 # --- devices --------------------------------------------------------------------------------------

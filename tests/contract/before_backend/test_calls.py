@@ -1,17 +1,22 @@
-"""Forms of a call: blocking, awaited, and on event loops that it would block."""
+"""Calls: blocking and async forms, timeouts, and the health that a worker reports beside them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Scheduler
+from helmsman.api.scheduler import Call, Job, Scheduler, Timeouts, WorkerState
 from helmsman.controller._aio.event_loop import submit
-from tests.contract.engines import Counter
-from tests.contract.helpers import LIMIT_S, Engine
+from helmsman.controller._roles.call_all import call_all
+from tests.contract.engines import Counter, Slow
+from tests.contract.helpers import FORMS, LIMIT_S, Engine, Gate, begin_as, held, wait_until
+
+LATE_S = 0.2
 
 
 async def test_async_forms_of_blocking_operations(scheduler: Scheduler, role: str) -> None:
@@ -74,3 +79,118 @@ def test_call_engine_in_async_script(engine: Engine) -> None:
         return int(engine.call("add"))  # blocks the event loop of the script alone
 
     assert asyncio.run(script()) == 1
+
+
+# --- timeouts -------------------------------------------------------------------------------------
+
+
+def test_timeout_withdraws_constructor(
+    scheduler: Scheduler, engine: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "withdrawn"
+    monkeypatch.setattr(scheduler, "timeouts", Timeouts(create_engine_s=LATE_S))
+    with (
+        held(engine, gate),
+        pytest.raises(errors.CallTimeoutError, match=r"set by Timeouts.create_engine_s"),
+    ):
+        Engine.create(scheduler, engine.worker_id, Counter, name)
+    monkeypatch.undo()
+    assert Engine.create(scheduler, engine.worker_id, Counter, name, 5).call("add") == 6
+
+
+def test_timeout_of_constructor(
+    scheduler: Scheduler, shared_workers: list[str], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "late"
+    monkeypatch.setattr(scheduler, "timeouts", Timeouts(create_engine_s=LATE_S))
+    with pytest.raises(errors.CallTimeoutError) as caught:
+        Engine.create(scheduler, shared_workers[0], Slow, name, *gate.files)
+    monkeypatch.undo()
+    assert isinstance(caught.value, errors.EngineCreationError)
+    assert "in __init__" in caught.value.stack
+    gate.open()
+    late = Engine(scheduler, shared_workers[0], name)
+    wait_until(lambda: late.state is WorkerState.READY, "the constructor ends")
+    assert late.call("ready"), "the constructor ran once, and its engine exists"
+
+
+def test_timeout_of_ranks_withdraws_nothing(
+    scheduler: Scheduler, engine: Engine, shared_workers: list[str], gate: Gate, tmp_path: Path
+) -> None:
+    """A late rank still makes its call, since other ranks may wait for it."""
+    other = Engine.create(scheduler, shared_workers[1], Counter, engine.name)
+    collective = Gate(tmp_path, "collective")
+    with held(engine, gate):
+        calls = {each.worker_id: Call(collective.files) for each in (engine, other)}
+        late = submit(
+            call_all(scheduler, "role", "wait", calls, engine_name=engine.name, timeout=3.0)
+        )
+        with pytest.raises(errors.GroupCallError) as caught:
+            late.result(timeout=LIMIT_S)
+        assert "and will still run, as other ranks may wait for it" in str(caught.value)
+        collective.open()
+    assert (engine.call("add", 0), other.call("add", 0)) == (2, 1), "both ranks made the call"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_timeout_short_has_stack(engine: Engine, gate: Gate, form: str) -> None:
+    future = begin_as(form, engine, "wait", *gate.files, timeout=0.3)
+    with pytest.raises(errors.CallTimeoutError) as caught:
+        future.result(timeout=LIMIT_S)
+    assert caught.value.worker_alive
+    assert "in wait" in caught.value.stack
+
+
+def test_timeout_types(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="timeout=nan is not a number of seconds"):
+        engine.call("add", timeout=float("nan"))
+    for number in (np.float32, np.int64, np.float64):
+        assert engine.call("add", 0, timeout=number(LIMIT_S)) == 0
+        assert asyncio.run(engine.acall("add", 0, timeout=number(LIMIT_S))) == 0
+
+
+# --- health ---------------------------------------------------------------------------------------
+
+
+def test_health_counts_async_calls(engine: Engine, gate: Gate) -> None:
+    with held(engine, gate, "async_wait"):
+        others = [engine.begin("async_wait", *gate.files) for _ in range(3)]
+        assert engine.call("add", 0) >= 1, "a synchronous call runs beside them"
+        assert engine.health().async_running.get(f"{engine.name}.async_wait", 0) >= 1
+        assert engine.call("async_add", 0) >= 1, "another async call runs beside them"
+    for other in others:
+        other.result(timeout=LIMIT_S)
+    wait_until(lambda: not engine.health().async_running, "the loop is idle")
+
+
+def test_health_of_blocked_event_loop(engine: Engine, gate: Gate) -> None:
+    with held(engine, gate, "block_loop") as running:
+        assert engine.health().async_running == {f"{engine.name}.block_loop": 1}
+        assert engine.call("add") == 1, "synchronous methods have another thread"
+    running.result(timeout=LIMIT_S)
+
+
+def test_health_of_unknown_worker(scheduler: Scheduler) -> None:
+    with pytest.raises(errors.WorkerNotFoundError, match="missing/0"):
+        asyncio.run(scheduler.check_health("missing/0"))
+
+
+def test_async_methods_after_thread_failure(scheduler: Scheduler, role: str) -> None:
+    (worker_id,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker_id, Counter)
+    engine.call("refuse_threads")
+    try:
+        for _ in range(2):
+            with pytest.raises(
+                errors.EngineCallError,
+                match="no thread for async methods can be started.*can't start new thread",
+            ):
+                engine.call("async_add")
+        failure = asyncio.run(scheduler.check_health(worker_id)).failure
+        assert failure is not None
+        assert "can't start new thread" in failure
+        assert engine.call("add") == 1, "synchronous methods run"
+    finally:
+        engine.call("allow_threads")
+    assert engine.call("async_add") == 2
+    assert asyncio.run(scheduler.check_health(worker_id)).failure is None

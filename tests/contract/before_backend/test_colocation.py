@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Call, Job, Scheduler, WorkerState
+from helmsman.api.scheduler import Call, Job, Scheduler, Timeouts, WorkerState
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._roles.call_all import call_all
 from tests.contract.engines import Counter, NeverDestroyed
@@ -24,6 +24,12 @@ def test_call_all_alias_and_target(scheduler: Scheduler, role: str) -> None:
     assert state is WorkerState.READY
 
 
+@pytest.fixture
+def short_shutdown(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "timeouts", Timeouts(shutdown_s=1.0))
+
+
+@pytest.mark.usefixtures("short_shutdown")
 def test_delete_alias_destroy_hangs(scheduler: Scheduler, role: str) -> None:
     (target,) = scheduler.create_workers(Job(role=role))
     (alias,) = scheduler.create_workers(alias_of(role, f"{role}-alias"))
@@ -41,6 +47,7 @@ def test_delete_alias_destroy_hangs(scheduler: Scheduler, role: str) -> None:
     scheduler.delete_workers(role)
 
 
+@pytest.mark.usefixtures("short_shutdown")
 def test_delete_alias_of_busy_target(scheduler: Scheduler, role: str, gate: Gate) -> None:
     (target,) = scheduler.create_workers(Job(role=role))
     (alias,) = scheduler.create_workers(alias_of(role, f"{role}-alias"))

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import itertools
 import pickle
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,7 @@ def worker(shared_workers: list[str]) -> str:
 @pytest.mark.parametrize(
     ("path", "facts"),
     [
-        (
-            "no_such_package.module.Engine",
-            ["ModuleNotFoundError", "No module named 'no_such_package'"],
-        ),
+        ("no_such_package.Engine", ["ModuleNotFoundError", "No module named 'no_such_package'"]),
         (f"{ENGINES}.NoSuchEngine", ["AttributeError", "NoSuchEngine"]),
         ("Engine", ["ImportError", "it has no module part"]),
         ("", ["ImportError", "it has no module part"]),
@@ -47,12 +43,16 @@ def worker(shared_workers: list[str]) -> str:
     ],
 )
 def test_create_engine_bad_import_path(
-    scheduler: Scheduler, worker: str, tmp_path: Path, path: str, facts: list[str]
+    scheduler: Scheduler,
+    worker: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    facts: list[str],
 ) -> None:
     (tmp_path / "broken_module.py").write_text("answer = 42\n1 / 0\n")
     (tmp_path / "exiting_module.py").write_text("import sys\nsys.exit(3)\n")
-    helper = Engine.create(scheduler, worker, Counter, next(_names))
-    helper.call("apply", _add_to_path, str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     name = next(_names)
     with pytest.raises(errors.EngineImportError) as caught:
         Engine.create(scheduler, worker, path, name)
@@ -60,30 +60,30 @@ def test_create_engine_bad_import_path(
     for fact in (worker, repr(path), *facts):
         assert fact in str(caught.value)
     assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, "its name is free"
-    helper.call("apply", _remove_from_path, str(tmp_path))
 
 
-def _add_to_path(path: str) -> None:
-    sys.path.append(path)
-
-
-def _remove_from_path(path: str) -> None:
-    sys.path.remove(path)
-
-
-@pytest.mark.parametrize(
-    ("kind", "remote_type", "text"),
+RAISED = pytest.mark.parametrize(
+    ("kind", "unsent", "remote_type", "text"),  # unsent is for errors of methods
     [
-        ("ValueError", "ValueError", "a bad value"),
-        ("WithLockError", f"{ENGINES}.WithLockError", "it holds a lock"),
-        ("SilentError", f"{ENGINES}.SilentError", "no text: str() raised RuntimeError"),
-        ("SystemExit", "SystemExit", "7"),
-        ("KeyboardInterrupt", "KeyboardInterrupt", ""),
-        ("PlatformError with a lock", "helmsman.api.errors.PlatformError", "no such device"),
+        ("ValueError", "", "ValueError", "a bad value"),
+        ("SystemExit", "", "SystemExit", "7"),
+        ("KeyboardInterrupt", "", "KeyboardInterrupt", ""),
+        ("WithLockError", "cannot be pickled", f"{ENGINES}.WithLockError", "it holds a lock"),
+        ("TwoArgumentsError", "cannot be pickled", f"{ENGINES}.TwoArgumentsError", "one and two"),
+        ("SilentError", "", f"{ENGINES}.SilentError", "no text: str() raised"),
+        (
+            "PlatformError with a lock",
+            "cannot be pickled",
+            "helmsman.api.errors.PlatformError",
+            "no such device",
+        ),
     ],
 )
+
+
+@RAISED
 def test_create_engine_constructor_raises(
-    scheduler: Scheduler, worker: str, kind: str, remote_type: str, text: str
+    scheduler: Scheduler, worker: str, kind: str, unsent: str, remote_type: str, text: str
 ) -> None:
     name = next(_names)
     with pytest.raises(errors.EngineCreationError) as caught:
@@ -180,24 +180,8 @@ def test_call_engine_getattr_raises(scheduler: Scheduler, worker: str) -> None:
     assert unreadable.call("known") == 1
 
 
+@RAISED
 @pytest.mark.parametrize("method", ["fail", "async_fail"])
-@pytest.mark.parametrize(
-    ("kind", "unsent", "remote_type", "text"),
-    [
-        ("ValueError", "", "ValueError", "a bad value"),
-        ("SystemExit", "", "SystemExit", "7"),
-        ("KeyboardInterrupt", "", "KeyboardInterrupt", ""),
-        ("WithLockError", "cannot be pickled", f"{ENGINES}.WithLockError", "it holds a lock"),
-        ("TwoArgumentsError", "cannot be pickled", f"{ENGINES}.TwoArgumentsError", "one and two"),
-        ("SilentError", "", f"{ENGINES}.SilentError", "no text: str() raised"),
-        (
-            "PlatformError with a lock",
-            "cannot be pickled",
-            "helmsman.api.errors.PlatformError",
-            "no such device",
-        ),
-    ],
-)
 def test_call_engine_method_raises(
     engine: Engine, method: str, kind: str, unsent: str, remote_type: str, text: str
 ) -> None:
@@ -334,10 +318,8 @@ class _Text(str):
 
 
 def test_names_of_str_subclass(engine: Engine) -> None:
-    assert (
-        engine.scheduler.call_engine(_Text(engine.worker_id), _Text("add"), _Text(engine.name), 2)
-        == 2
-    )
+    names = _Text(engine.worker_id), _Text("add"), _Text(engine.name)
+    assert engine.scheduler.call_engine(*names, 2) == 2
 
 
 def test_rpc_meta_wrong_types(engine: Engine) -> None:
@@ -398,10 +380,7 @@ SPECS = [SchedulingSpec(), SchedulingSpec(ray_placement_strategy="separate")]
         (of(resources={"x": -1}), "resources['x'] is -1"),
         (
             of(ray_placement_strategy="seperate"),
-            (
-                "tasks[0].ray_placement_strategy is 'seperate'; expected one of 'shared', "
-                "'separate', 'deferred'"
-            ),
+            "placement_strategy is 'seperate'; expected one of 'shared', 'separate', 'deferred'",
         ),
         (of(nodelist="gpu-1"), "tasks[0].nodelist is 'gpu-1'; expected array, got str"),
         (of(env_vars={"A": 1}), "expected str, got int"),

@@ -23,8 +23,8 @@ from helmsman.api.errors import (
 )
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._workflows.reward_pool import RewardPool
+from tests.contract.groups import AACT, ACT, MakePool, begin, outcomes, pids
 from tests.contract.helpers import LIMIT_S, Gate
-from tests.contract.pools import AACT, ACT, MakePool, begin, outcomes, pids
 from tests.contract.reward_functions import Scorer, act
 
 

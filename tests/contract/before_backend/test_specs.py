@@ -1,4 +1,4 @@
-"""Commands of a spec: their ports, errors, and the checks of when they are ready."""
+"""Specs of jobs: secrets in variables, ports, and commands with their readiness checks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,33 @@ from collections.abc import Callable
 import pytest
 
 from helmsman.api import errors
+from helmsman.api.environment import MASK, MASK_VARIABLE
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from helmsman.rpc_server.ports import RANGE_VARIABLE
-from tests.contract.helpers import answers, wait_until
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine, answers, wait_until
+
+
+def test_environment_masks_secrets(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MASK_VARIABLE, "contract_lic*, OTHER")
+    names = [f"CONTRACT_{name}" for name in ("TOKEN", "API_KEY", "CREDS", "LICENCE")]
+    pem = "-----BEGIN PRIVATE KEY-----\nhunter2\n-----END PRIVATE KEY-----\n"
+    shown = {
+        "CONTRACT_URL": ("http://me:hunter2@host/", f"http://{MASK}@host/"),
+        "CONTRACT_PEM": (pem, f"{MASK}\n"),
+        **dict.fromkeys(names, ("hunter2", MASK)),
+    }
+    secrets = {name: value for name, (value, _) in shown.items()}
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=secrets)]))
+    found = {each.name: each.value for each in scheduler.environment(role)[worker]}
+    assert {name: found[name] for name in secrets} == {
+        name: masked for name, (_, masked) in shown.items()
+    }
+    assert "hunter2" not in str(found)
+    engine = Engine.create(scheduler, worker, Counter)
+    assert engine.call("environ", *secrets) == secrets, "the worker itself has the secrets"
 
 
 def test_port_range_invalid(
@@ -93,11 +117,11 @@ def test_command_ready_time(scheduler: Scheduler, role: str) -> None:
 def test_command_never_ready(make_own: Callable[..., Scheduler], role: str) -> None:
     spec = SchedulingSpec(cmd="http.server 0 --bind 127.0.0.1", cmd_ready=f"{__name__}.never")
     with (
-        make_own(timeouts=Timeouts(create_engine_s=3.0)) as scheduler,
+        make_own(timeouts=Timeouts(create_engine_s=1.0)) as scheduler,
         pytest.raises(errors.EngineCreationError) as caught,
     ):
         scheduler.create_workers(Job(role=role, tasks=[spec]))
-    assert "was not ready within 2.7 s; it counts as ready when" in str(caught.value)
+    assert "was not ready within 0.9 s; it counts as ready when" in str(caught.value)
     assert "Set SchedulingSpec.cmd_ready, or raise Timeouts.create_engine_s" in str(caught.value)
 
 
