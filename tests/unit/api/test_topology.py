@@ -85,8 +85,8 @@ def groups(topology: Topology, *axes: Axis) -> list[list[int]]:
 
 
 def test_default_mesh_of_megatron() -> None:
-    """The example in the docstring of Megatron-LM's initialize_model_parallel: 16 devices, tensor
-    2, pipeline 4.
+    """Compare with the example of Megatron-LM's initialize_model_parallel: 16 devices, tensor 2,
+    pipeline 4.
     """
     topology = Topology.of(16, tp=2, pp=4)
     assert groups(topology, "dp") == [
@@ -110,7 +110,7 @@ def test_default_mesh_of_megatron() -> None:
         [14, 15],
     ]
     assert groups(topology, "pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
-    # With context parallelism its default order is tp-cp-ep-dp-pp, innermost first.
+    # Megatron-LM's default order with context parallelism is tp-cp-ep-dp-pp, innermost first.
     topology = Topology.of(16, tp=2, cp=2, pp=2)
     assert topology.mesh == DEFAULT_MESH == ("pp", "dp", "cp", "tp")
     assert groups(topology, "cp") == [

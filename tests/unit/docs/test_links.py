@@ -29,7 +29,7 @@ def test_links_lead_to_headings(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_link_only_to_pages(page: Path) -> None:
-    """The site has nothing of the other folders."""
+    """The site contains only the pages of docs."""
     assert not re.findall(
         r"\]\((?:\.\./)*(?:helmsman|examples|tests|benchmarks)/[^)]*\)", page.read_text()
     )

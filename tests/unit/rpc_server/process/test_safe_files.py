@@ -1,4 +1,4 @@
-"""Test which files and directories are refused because other users can write to them."""
+"""Test that files and directories which other users can change are refused."""
 
 from __future__ import annotations
 
