@@ -149,6 +149,8 @@ def test_put_and_pass_to_ranks(scheduler: Scheduler, members: Members) -> None:
 # --- handles --------------------------------------------------------------------------------------
 
 
+@ray_smoke
+@only_ray
 def test_handle_in_ray_actor(make_cluster: Callable[..., Members]) -> None:
     import ray
 
