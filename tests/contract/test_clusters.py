@@ -25,7 +25,7 @@ from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import Member
 from tests.contract.groups import ON_CPU, Members
 from tests.contract.helpers import LIMIT_S, wait_until
-from tests.contract.marks import needs_processes, ray_smoke
+from tests.contract.marks import needs_processes, only_ray, ray_smoke
 from tests.controller.engines import CountingRollout
 
 
