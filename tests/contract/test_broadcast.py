@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-import torch
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
@@ -71,6 +70,8 @@ def test_broadcast_unusable_argument_runs_nowhere(ranks: list[Engine]) -> None:
 
 
 def test_broadcast_carries_lambdas_and_tensors(ranks: list[Engine]) -> None:
+    import torch
+
     assert _both(ranks, "apply", [(lambda rank: rank + 1,), ()]) == [1, 2]
     given = torch.arange(5000, dtype=torch.bfloat16)
     for (received,), _ in _both(ranks, "receive", [(given,), ()]):

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy
 import pytest
-import torch
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
@@ -23,6 +22,8 @@ LARGE_BYTES = 32 << 20
 
 @ray_smoke
 def test_payload_tensors(engine: Engine) -> None:
+    import torch
+
     sent = {
         "bf16": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
         "fp8": torch.arange(6, dtype=torch.float32).to(torch.float8_e4m3fn),
@@ -55,6 +56,8 @@ def test_payload_kinds(engine: Engine) -> None:
 
 @pytest.mark.parametrize("size", [100, 200_000, pytest.param(8 << 20, marks=ray_smoke)])
 def test_payload_belongs_to_receiver(engine: Engine, size: int) -> None:
+    import torch
+
     array = numpy.full(size, 7, dtype=numpy.uint8)
     assert engine.call("total", array) == 7 * size
     filled = engine.call("fill", array, 9)
