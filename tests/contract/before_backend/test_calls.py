@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,9 +145,10 @@ def test_timeout_short_has_stack(engine: Engine, gate: Gate, form: str) -> None:
 def test_timeout_types(engine: Engine) -> None:
     with pytest.raises(ValueError, match="timeout=nan is not a number of seconds"):
         engine.call("add", timeout=float("nan"))
-    for number in (np.float32, np.int64, np.float64):
-        assert engine.call("add", 0, timeout=number(LIMIT_S)) == 0
-        assert asyncio.run(engine.acall("add", 0, timeout=number(LIMIT_S))) == 0
+    limits: list[Any] = [np.float32(LIMIT_S), np.int64(LIMIT_S), np.float64(LIMIT_S)]
+    for limit in limits:
+        assert engine.call("add", 0, timeout=limit) == 0
+        assert asyncio.run(engine.acall("add", 0, timeout=limit)) == 0
 
 
 # --- health ---------------------------------------------------------------------------------------

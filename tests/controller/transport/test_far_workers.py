@@ -179,10 +179,10 @@ def test_kept_results_reach_other_machines(
     )
     monkeypatch.setattr(SEGMENTS, False)
     other = _counter(scheduler, f"{role}-far")
-    keep = {"rpc_meta": {"keep": True}}
-    kept = near.call("make", 1 << 20, **keep)
+    keep = {"keep": True}
+    kept = near.call("make", 1 << 20, rpc_meta=keep)
     put = scheduler.put(torch.full((1 << 20,), 3))
-    apart = far.call("make", 1 << 10, **keep)
+    apart = far.call("make", 1 << 10, rpc_meta=keep)
     for engine in (neighbour, far, other, near, far):
         assert engine.call("total", kept, put, apart) == (7 << 20) + (3 << 20) + (7 << 10)
     assert scheduler.get(kept).sum() == 7 << 20
