@@ -55,6 +55,9 @@ if os.environ.get("HELMSMAN_TEST_UVLOOP"):
 for _name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
     os.environ.pop(_name, None)
 
+SHARED = ("tests/agents/", "tests/multinode/", "tests/nightly/multinode/")
+"""Folders that one process of pytest-xdist runs."""
+
 BACKENDS = ("inline", "local", "ray", "ray-smoke")
 
 
@@ -102,9 +105,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = str(super()._split_scope(nodeid))
             if file.startswith("tests/contract/"):
                 return "tests/contract on Ray" if "[ray" in nodeid else "tests/contract"
-            if file.startswith("tests/agents/") and "test_learning" not in file:
-                return "tests/agents"
-            return "tests/multinode" if file.startswith("tests/multinode/") else file
+            return next((folder for folder in SHARED if file.startswith(folder)), file)
 
     return ByFixture(config, log)
 
@@ -169,7 +170,7 @@ def nothing_outlives_the_session() -> Iterator[None]:
 
 @pytest.fixture
 def young_heap() -> Iterator[None]:
-    """Limit garbage collections to new objects. With those of torch and Ray, each takes a second."""
+    """Limit garbage collections to new objects, because with torch and Ray each takes a second."""
     gc.freeze()
     yield
     gc.unfreeze()
