@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
+# Where it is set, every process of tests compiles all test modules again.
+unexport PYTHONDONTWRITEBYTECODE
 PY := .venv/bin/python
 STAMP := .venv/.stamp
 EXTRAS := ray,torch,tensordict,server,examples,metrics

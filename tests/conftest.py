@@ -15,6 +15,9 @@ import hypothesis
 import psutil
 import pytest
 
+# Imports make no garbage. Without collections, the tests are collected a third faster.
+gc.disable()
+
 pytest.register_assert_rewrite("helmsman.testing.contract")
 
 # The duration of an example depends on the load of the machine.
@@ -91,6 +94,7 @@ def pytest_collection_finish() -> None:
     """Exempt the imported modules from garbage collections, which engines and tests wait for."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

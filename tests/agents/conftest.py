@@ -22,18 +22,18 @@ from tests.engines.preload import PRELOAD
 HF = "helmsman.engines.rollout.HFRolloutEngine"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(tmp_path_factory.mktemp("toy"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scheduler() -> Iterator[Scheduler]:
     with make_scheduler("local", preload=PRELOAD) as made:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def rollout(scheduler: Scheduler, toy: Path) -> Iterator[RolloutController]:
     job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
     with RolloutController(scheduler, HF, job, (), {"model": str(toy)}) as made:
