@@ -14,7 +14,7 @@ from tests.contract.engines import OneWay, Ranked, Unloadable
 from tests.contract.helpers import LIMIT_S, Engine
 from tests.contract.marks import needs_processes
 
-pytestmark = [pytest.mark.slow, needs_processes]
+pytestmark = needs_processes
 
 
 @pytest.fixture(scope="module")

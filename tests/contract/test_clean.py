@@ -28,7 +28,7 @@ from tests.contract.helpers import (
 )
 from tests.contract.marks import needs_processes, only_local
 
-pytestmark = [pytest.mark.slow, needs_processes]
+pytestmark = needs_processes
 
 
 def _helmsman(driver: Driver, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -30,7 +30,7 @@ from tests.contract.helpers import (
 )
 from tests.contract.marks import needs_processes, only_ray, ray_smoke
 
-pytestmark = [pytest.mark.slow, needs_processes]
+pytestmark = needs_processes
 
 
 HUNG_CALL = """

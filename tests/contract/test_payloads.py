@@ -72,7 +72,6 @@ def test_payload_belongs_to_receiver(engine: Engine, size: int) -> None:
     assert tensor.sum() == 7 * size
 
 
-@pytest.mark.slow
 def test_payload_classes_of_script(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         """

@@ -46,7 +46,6 @@ def test_reward_pool_stuck_function(
     assert [each.result(LIMIT_S) for each in again] == ["waited"] * 2
 
 
-@pytest.mark.slow
 @only_local
 def test_reward_pool_async_blocks_loop(make_pool: MakePool, gate: Gate) -> None:
     pool = make_pool(AACT, timeout=1.0, num=1)

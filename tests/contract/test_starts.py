@@ -244,7 +244,6 @@ def test_resource_manager_destroy_frees_devices(scheduler: Scheduler, role: str)
         manager.allocate_placement_group(1, holder="late")
 
 
-@pytest.mark.slow
 @needs_processes
 def test_devices_without_torch(backend: str, run_driver: Callable[..., Driver]) -> None:
     """The script's environment has a mask, and torch cannot be imported."""
@@ -286,7 +285,6 @@ sys.meta_path.insert(0, NoRay())
 """
 
 
-@pytest.mark.slow
 def test_make_scheduler_without_ray(backend: str, run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         NO_RAY
