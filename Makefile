@@ -53,8 +53,8 @@ unit: $(STAMP) ## the tests of single parts, which import neither torch nor Ray
 check: lint ## format, lint, types, the unit tests and the contract suite on inline
 	@$(PYTEST) --quiet tests/unit tests/contract --backends inline $(PYTEST_ARGS)
 
-test: $(STAMP) ## the tests of a commit, beside those of `make check`
-	@$(PYTEST) tests $(patsubst %,--ignore tests/%,unit nightly vllm) --backends local,ray-smoke $(PYTEST_ARGS)
+test: $(STAMP) ## the tests of a commit: all but the nightly ones
+	@$(PYTEST) tests $(patsubst %,--ignore tests/%,nightly vllm) --backends inline,local,ray-smoke $(PYTEST_ARGS)
 
 nightly: ## all other tests: long ones, the contract suite on Ray, on the oldest Ray and under uvloop, vLLM
 	@$(MAKE) --no-print-directory --keep-going $(NIGHTLY)

@@ -62,7 +62,7 @@ def test_command_of_table_is_a_target(command: str) -> None:
         ("check", "tests/unit tests/contract --backends inline $"),
         (
             "test",
-            "tests $(patsubst %,--ignore tests/%,unit nightly vllm) --backends local,ray-smoke $",
+            "tests $(patsubst %,--ignore tests/%,nightly vllm) --backends inline,local,ray-smoke $",
         ),
         ("nightly-rooms", "tests/nightly $"),
         ("nightly-ray", "tests/contract --backends ray $"),
