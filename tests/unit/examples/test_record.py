@@ -21,6 +21,7 @@ def test_draw_curve_every_mix_of_phases(tmp_path: Path, sft_steps: int, steps: i
         Record(step=step, phase="grpo", reward=0.4, accuracy=0.35, tokens=10, tokens_per_s=5.0)
         for step in range(sft_steps + 1, sft_steps + steps + 1)
     ]
+    every[sft_steps].held_out_accuracy = 0.25
     every[-1].held_out_accuracy = 0.875
     path = tmp_path / "curve.png"
     settings = Settings(sft_steps=sft_steps, steps=steps)
