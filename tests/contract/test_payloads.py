@@ -20,40 +20,6 @@ from tests.contract.marks import needs_processes, only_local, ray_smoke
 LARGE_BYTES = 32 << 20
 
 
-@ray_smoke
-def test_payload_tensors(engine: Engine) -> None:
-    import torch
-
-    sent = {
-        "bf16": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
-        "fp8": torch.arange(6, dtype=torch.float32).to(torch.float8_e4m3fn),
-        "0-d": torch.tensor(3.5),
-        "bool": torch.tensor([True, False]),
-        "empty": torch.empty(0, 4),
-        "complex": torch.tensor([1 + 2j]),
-        "transposed": torch.arange(12).reshape(3, 4).t(),
-        "expanded": torch.ones(1).expand(5),
-        "requires_grad": torch.zeros(3, requires_grad=True),
-    }
-    back = engine.call("echo", sent)
-    assert back.keys() == sent.keys()
-    for kind, tensor in sent.items():
-        assert (back[kind].dtype, back[kind].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(
-            back[kind].detach().to(torch.complex64), tensor.detach().to(torch.complex64)
-        )
-
-
-@ray_smoke
-def test_payload_kinds(engine: Engine) -> None:
-    value = {1: (1, 2.5, None, True), "set": {1, 2}, "bytes": b"\0\1", "nested": {"a": [{}]}}
-    assert engine.call("echo", value) == value
-    array = engine.call("echo", numpy.arange(3, dtype=numpy.int16))
-    assert (array.dtype, array.tolist()) == (numpy.int16, [0, 1, 2])
-    bound = 10
-    assert engine.call("apply", lambda number: number + bound, 5) == 15, "closures are pickled"
-
-
 @pytest.mark.parametrize("size", [100, 200_000, pytest.param(8 << 20, marks=ray_smoke)])
 def test_payload_belongs_to_receiver(engine: Engine, size: int) -> None:
     import torch

@@ -1,4 +1,4 @@
-"""Fixtures: the command line on a live cluster, and a file of jobs."""
+"""A fixture that runs the command line on a live cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -32,13 +31,3 @@ def helmsman(nodes: Nodes) -> Helmsman:
         )
 
     return run
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> str:
-    """A job with three replicas of four devices."""
-    path = tmp_path / "jobs.yaml"
-    path.write_text(
-        "- {role: rollout, replicas: 3, tasks: [{gpu: 4, ray_placement_strategy: separate}]}"
-    )
-    return str(path)

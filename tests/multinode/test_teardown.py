@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import select
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,26 +57,3 @@ def test_delete_workers_dead_and_hung(
         run.delete_workers("train")
     run.close()
     run.close()
-
-
-def test_delete_workers_rank_zero_last(run: RayScheduler) -> None:
-    ids = run.create_workers(Job(role="train", replicas=4, tasks=[SchedulingSpec(cpu=1)]))
-    pids = {worker_id: Engine.create(run, worker_id, Counter).call("pid") for worker_id in ids}
-    living = {os.pidfd_open(pid): worker_id for worker_id, pid in pids.items()}
-    ended: list[list[str]] = []
-    """Workers whose ends were seen at the same time."""
-
-    def watch() -> None:
-        while living:
-            ready = select.select(list(living), [], [])[0]
-            ended.append([living.pop(pidfd) for pidfd in ready])
-            for pidfd in ready:
-                os.close(pidfd)
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    run.delete_workers("train", reverse_order=True)
-    watching.join(30)
-    assert sorted(itertools.chain(*ended)) == ids
-    # Ray reports a worker as dead when its node begins to end it, so other workers may still run.
-    assert "train/0" not in ended[0]

@@ -220,23 +220,6 @@ def test_contracts_import_light_packages() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("import a.b, c", ["a.b", "c"]),
-        ("from a import b as x", ["a.b"]),
-        ("def f():\n    from a.b import c", ["a.b.c"]),
-        ("from . import x", ["helmsman.api.x"]),
-        ("from ..engines import x", ["helmsman.engines.x"]),
-        ("from .. import engines", ["helmsman.engines"]),
-    ],
-)
-def test_imported_names_of_every_form(source: str, names: list[str]) -> None:
-    assert [
-        name for _, name in imported_names(ast.parse(source), "helmsman.api.module", False)
-    ] == names
-
-
 def run_python(code: str, *args: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=110

@@ -13,35 +13,6 @@ from tests.contract.group_workers import Member
 from tests.contract.groups import Members
 
 
-@pytest.mark.parametrize(
-    ("replicas", "spec", "shortfall", "setting"),
-    [
-        (1, SchedulingSpec(cpu=999), "975 CPU", "Set SchedulingSpec.cpu to 24"),
-        (
-            1,
-            SchedulingSpec(gpu=9, ray_placement_strategy="separate"),
-            "1 GPU",
-            "Set SchedulingSpec.gpu to 8",
-        ),
-        (3, SchedulingSpec(cpu=0, gpu=3), "1 GPU", "Set Job.replicas to 2"),
-        (1, SchedulingSpec(mem=9000), "GB memory", "Set SchedulingSpec.mem to "),
-    ],
-)
-def test_create_workers_infeasible(
-    scheduler: Scheduler,
-    role: str,
-    replicas: int,
-    spec: SchedulingSpec,
-    shortfall: str,
-    setting: str,
-) -> None:
-    with pytest.raises(errors.PlacementInfeasibleError) as caught:
-        scheduler.create_workers(Job(role=role, replicas=replicas, tasks=[spec]))
-    assert shortfall in caught.value.shortfall
-    assert role in str(caught.value)
-    assert setting in str(caught.value)
-
-
 def test_create_workers_duplicate_roles(scheduler: Scheduler, role: str) -> None:
     with pytest.raises(errors.InvalidSpecError, match="a different role for each job"):
         scheduler.create_workers([Job(role=role), Job(role=role)])

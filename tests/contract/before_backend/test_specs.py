@@ -9,7 +9,6 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.environment import MASK, MASK_VARIABLE
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
-from helmsman.rpc_server.ports import RANGE_VARIABLE
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, answers, wait_until
 
@@ -34,16 +33,6 @@ def test_environment_masks_secrets(
     assert "hunter2" not in str(found)
     engine = Engine.create(scheduler, worker, Counter)
     assert engine.call("environ", *secrets) == secrets, "the worker itself has the secrets"
-
-
-def test_port_range_invalid(
-    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(RANGE_VARIABLE, "20000")
-    with pytest.raises(
-        errors.WorkerStartError, match=r"HELMSMAN_PORT_RANGE is '20000'; expected 'FIRST-LAST'"
-    ):
-        scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(port_count=1)]))
 
 
 @pytest.mark.parametrize(

@@ -78,24 +78,6 @@ def test_pause_and_resume_keep_the_tokens(scheduler: Scheduler, rollout: Rollout
         assert result.stop_reason == expected.stop_reason
 
 
-def test_submit_resumes_from_an_aborted_result(
-    scheduler: Scheduler, rollout: RolloutController
-) -> None:
-    (whole,) = rollout.generate(PROMPTS[1:2], SAMPLING[1])
-    before = _stat(scheduler, "num_generated_tokens")
-    future = rollout.submit(PROMPTS[1], SAMPLING[1])
-    wait_until(
-        lambda: _stat(scheduler, "num_generated_tokens") > before + 10, "the request has tokens"
-    )
-    rollout.abort()
-    partial = future.result(30)
-    assert (partial.stop_reason, 10 <= len(partial.token_ids) < NUM_TOKENS) == ("abort", True)
-    assert partial.token_ids == whole.token_ids[: len(partial.token_ids)]
-    result = rollout.submit(PROMPTS[1], SAMPLING[1], resume_from=partial).result(60)
-    assert result.token_ids == whole.token_ids
-    assert result.stop_reason == whole.stop_reason
-
-
 def test_samples_by_engine_compute_the_prompt_once(
     scheduler: Scheduler, rollout: RolloutController
 ) -> None:

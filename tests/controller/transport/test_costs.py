@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter as Tally
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import numpy
 import pytest
 
-from helmsman.api.scheduler import Call, Job, Scheduler
+from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._aio.event_loop import background_loop, run_sync
-from helmsman.controller._roles.call_all import call_all
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.rpc_server._wire import wire as wire_module
 from helmsman.rpc_server._wire.codec import encode
@@ -80,45 +78,6 @@ def test_message_size(arguments: Any, most_bytes: int) -> None:
     assert len(Session().keep(encode_frame(RequestFrame(request, wire)))) <= most_bytes
     reply, nothing = Reply(1000, True), encode(None)
     assert len(encode_frame(ReplyFrame(reply, to_wire(nothing)[0]))) <= 24
-
-
-def test_call_all_encodes_once(
-    scheduler: Scheduler,
-    engines: list[Engine],
-    tasks: Tally[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    payload = encode((([1, "two"],), {}))
-    calls = {each.worker_id: Call(payload=payload) for each in engines}
-    made: list[bytes] = []
-    encode_body = wire_module.encode_frame
-
-    def count(frame: Any) -> bytes:
-        made.append(encode_body(frame))
-        return made[-1]
-
-    monkeypatch.setattr(wire_module, "encode_frame", count)
-    assert run_sync(call_all(scheduler, "counted", "echo", calls)) == [[1, "two"]] * NUM_WORKERS
-    assert len(made) == 1
-    assert tasks.total() == 1, tasks  # the task of run_sync
-
-
-def test_segments_reused(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    created: list[str] = []
-    memfd_create = os.memfd_create
-
-    def count(name: str, flags: int) -> int:
-        created.append(name)
-        return memfd_create(name, flags)
-
-    value = numpy.ones(1 << 20)
-    for _ in range(5):
-        engines[0].call("total", value)
-    monkeypatch.setattr(os, "memfd_create", count)
-    for _ in range(20):
-        assert engines[0].call("total", value) == 1 << 20
-    # The worker may still unmap a segment while the next one is packed.
-    assert len(created) <= 2
 
 
 def test_copied_bytes(

@@ -1,4 +1,4 @@
-"""Tests of `helmsman plan`, `clean` and `doctor` on the nodes of a live cluster."""
+"""Tests of `helmsman clean` and `helmsman doctor` on the nodes of a live cluster."""
 
 from __future__ import annotations
 
@@ -8,24 +8,11 @@ import pytest
 
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._ray_backend.scheduler import RayScheduler
-from tests.multinode.command_line import Helmsman, helmsman, jobs
+from tests.multinode.command_line import Helmsman, helmsman
 from tests.multinode.conftest import Nodes
 
-__all__ = ["helmsman", "jobs"]
+__all__ = ["helmsman"]
 pytestmark = pytest.mark.usefixtures("left_as_found")
-
-
-def test_plan_names_holder(helmsman: Helmsman, run: RayScheduler, jobs: str) -> None:
-    spec = SchedulingSpec(cpu=0, gpu=5, ray_placement_strategy="separate")
-    run.create_workers(Job(role="holder", replicas=2, tasks=[spec]))
-    ended = helmsman("plan", jobs)
-    assert ended.returncode == 1, ended.stderr
-    for fact in (
-        "does not fit now, but would if the cluster were empty",
-        f"helmsman/{run.run_id}/holder/0",
-        "5 GPU",
-    ):
-        assert fact in ended.stdout
 
 
 def test_clean_on_every_node(helmsman: Helmsman, nodes: Nodes, run: RayScheduler) -> None:

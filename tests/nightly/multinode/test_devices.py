@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +11,13 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract.engines import Counter
-from tests.contract.helpers import ROOT, Engine
+from tests.contract.helpers import Engine
 from tests.multinode.conftest import Nodes
+from tests.multinode.siblings import MASKS, module_run, run
 
+__all__ = ["module_run", "run"]
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
-MASKS = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
 NOSET = {kind: f"RAY_EXPERIMENTAL_NOSET_{variable}" for kind, variable in MASKS.items()}
 ON_ZERO = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 _NUMBERS, _NAMES = "4,5,6,7", "X-d,X-c,X-b,X-a"
@@ -62,20 +58,6 @@ def nodes(fleet: Nodes) -> Iterator[Nodes]:
     """A node for each combination of settings."""
     with fleet.added(*[_node(*each) for each in NODES]):
         yield fleet
-
-
-@pytest.fixture(scope="module")
-def module_run(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayScheduler]:
-    """One run for all tests."""
-    with RayScheduler(log_dir=tmp_path_factory.mktemp("logs")) as run:
-        yield run
-
-
-@pytest.fixture
-def run(module_run: RayScheduler) -> Iterator[RayScheduler]:
-    """The run of the module, whose workers are deleted after the test."""
-    yield module_run
-    module_run.delete_workers()
 
 
 def _seen(run: RayScheduler, worker_id: str) -> dict[str, str]:
@@ -150,40 +132,3 @@ def test_platform_cpu_despite_devices(run: RayScheduler, kind: str) -> None:
         )
     )
     assert Engine.create(run, "b/0", Uses).call("platform") == "cpu", "the user has chosen the CPU"
-
-
-DRIVER = """
-import asyncio, json, sys
-sys.modules["torch"] = None  # as if it were not installed: importing it raises
-from helmsman import Job, RayScheduler, SchedulingSpec
-from tests.contract.engines import Counter
-with RayScheduler(address=sys.argv[1], log_dir=sys.argv[2]) as run:
-    spec = SchedulingSpec(cpu=1, gpu=4, node_labels={"cell": sys.argv[3]})
-    (worker,) = run.create_workers(Job(role="a", tasks=[spec]))
-    asyncio.run(run.create_engine(worker, Counter, "counter"))
-    assert run.call_engine(worker, "add", "counter", 2) == 2
-    print(json.dumps([run.n_gpus_per_node, run.get_workers("a")[0].devices]))
-    run.delete_workers("a")
-"""
-
-
-def test_devices_without_torch(nodes: Nodes, tmp_path: Path) -> None:
-    """The driver runs on the head, which has no device."""
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            DRIVER,
-            nodes.address,
-            str(tmp_path),
-            _name("NPU", None, False, "0"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout.splitlines()[-1]) == [8, ["0", "1", "2", "3"]]

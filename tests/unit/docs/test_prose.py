@@ -8,8 +8,6 @@ import re
 import subprocess
 from collections.abc import Iterator
 
-import pytest
-
 from tests.docs.snippets import ROOT
 
 REJECTED = re.compile(
@@ -56,34 +54,6 @@ def rejected_openings(source: str) -> list[str]:
         return []
     found = (OPENING.match(f'"""{text}') for text in docstrings(ast.parse(source)))
     return [each.group(1) for each in found if each]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Nobody waits.",
-        "# let go\n    # of the lock",
-        "def begin_anew():",
-        "mourners = set()",
-        "a start that comes to\nnothing",
-    ],
-)
-def test_rejected_words(text: str) -> None:
-    assert len(rejected_words(text)) == 1
-
-
-@pytest.mark.parametrize(
-    ("source", "openings"),
-    [
-        ('"""What it does."""', ["What it does."]),
-        ('def f():\n    """How it ends.\n\n    More.\n    """', ["How it ends."]),
-        ('class A:\n    x: int\n    r"""Of its node."""', ["Of its node."]),
-        ('def f():\n    """Whether it ends."""', []),
-        ('print(\n    """What it prints."""\n)', []),
-    ],
-)
-def test_rejected_openings(source: str, openings: list[str]) -> None:
-    assert rejected_openings(source) == openings
 
 
 def test_texts_use_plain_words() -> None:

@@ -321,22 +321,6 @@ def give_back(scheduler: FakeScheduler, index: int) -> None:
     background_loop().call_soon_threadsafe(answer, "abort")
 
 
-def test_pause_abort_and_wait_idle(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
-        futures = submit_all(rollout, [[1]] * 10)
-        rollout.pause()
-        assert rollout.abort() == 10
-        rollout.wait_idle(LIMIT_S)
-        assert {future.result(LIMIT_S).stop_reason for future in futures} == {"abort"}
-        late = rollout.submit([1])
-        assert rollout.stats().num_queued == 1
-        rollout.resume()
-        settle()
-        for index in range(2):
-            finish(scheduler, index)
-        assert late.result(LIMIT_S).stop_reason == "length"
-
-
 # --- resumed requests -----------------------------------------------------------------------------
 
 
