@@ -22,15 +22,22 @@ NUM_SESSIONS = 2 * int(os.environ.get("HELMSMAN_SOAK_ROUNDS", "5"))
 MAX_TURNS = 6
 
 
-async def chat_completions(session: AgentSession, number: int) -> int:
+async def chat_completions(session: AgentSession, number: int, streams: bool = False) -> int:
     openai = pytest.importorskip("openai")
     calls = 0
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
         messages: list[Any] = [{"role": "user", "content": question(number)}]
         for _ in range(MAX_TURNS):
-            answer = await client.chat.completions.create(
-                model="policy", messages=messages, tools=[CHAT_TOOL]
-            )
+            if streams:
+                strict = {"type": "function", "function": {**TOOL, "strict": True}}
+                async with client.chat.completions.stream(
+                    model="policy", messages=messages, tools=[strict]
+                ) as stream:
+                    answer = await stream.get_final_completion()
+            else:
+                answer = await client.chat.completions.create(
+                    model="policy", messages=messages, tools=[CHAT_TOOL]
+                )
             message = answer.choices[0].message
             messages.append(message)
             for call in message.tool_calls or []:
@@ -44,24 +51,7 @@ async def chat_completions(session: AgentSession, number: int) -> int:
 
 
 async def streamed_chat_completions(session: AgentSession, number: int) -> int:
-    openai = pytest.importorskip("openai")
-    calls = 0
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
-        messages: list[Any] = [{"role": "user", "content": question(number)}]
-        for _ in range(MAX_TURNS):
-            tool = {"type": "function", "function": {**TOOL, "strict": True}}
-            async with client.chat.completions.stream(
-                model="policy", messages=messages, tools=[tool]
-            ) as stream:
-                message = (await stream.get_final_completion()).choices[0].message
-            messages.append(message)
-            for call in message.tool_calls or []:
-                result = SECRETS[number % 4]
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-                calls += 1
-            if not message.tool_calls:
-                break
-    return calls
+    return await chat_completions(session, number, streams=True)
 
 
 async def responses(session: AgentSession, number: int) -> int:

@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from helmsman import Scheduler, SchedulingSpec
+from helmsman import SchedulingSpec
 from helmsman.api.weights import WeightFormat
 from helmsman.controller._weight_sync.sync import SyncReport
 from helmsman.controller._weight_sync.via_device import ViaDevice
 from tests.contract.helpers import has_stopped, stop, wait_until
 from tests.controller.sync_engines import STOP
-from tests.controller.sync_world import SUPERVISED, SharedWorld, World
+from tests.controller.sync_world import World
 
 ON_DEVICE: dict[str, Any] = {
     "spec": SchedulingSpec(cpu=0.1, gpu=1, env_vars={"HELMSMAN_PLATFORM": "cpu"}),
@@ -31,11 +31,6 @@ FORM = WeightFormat(bucket_bytes=2000, checksum=True)
 """Format with dozens of buckets, so that a stopped receiver is in the middle of them."""
 NO_LIMIT = 3600.0
 """Limit in seconds that no passing test waits for."""
-
-
-def share_world(scheduler: Scheduler) -> SharedWorld:
-    """Return a world of two ranks and two instances beside them."""
-    return SharedWorld(lambda: World(scheduler, 2, 2, supervision=SUPERVISED, **ON_DEVICE))
 
 
 def memories(pid: int) -> dict[int, int]:

@@ -21,10 +21,7 @@ from helmsman.api.weights import (
     Weights,
     WeightTarget,
 )
-from helmsman.engines._models.distributed import (
-    join_process_group,
-    leave_process_group,
-)
+from helmsman.engines._models.distributed import join_process_group, leave_process_group
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import incoming, publish
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +39,10 @@ from tests.controller.sync_cases import (
     check_several_threads,
 )
 from tests.controller.sync_engines import KILL, STOP
-from tests.controller.sync_world import (
-    PROMPT,
-    SPEC,
-    SUPERVISED,
-    SharedWorld,
-    World,
-    resumed,
-    way_of,
-)
+from tests.controller.sync_world import PROMPT, SPEC, SUPERVISED, World, resumed, way_of
 
 LONG = 1000
 """Number of tokens that take an instance longer than a test takes to stop it."""
-
-
-@pytest.fixture(scope="module")
-def shared(engines_scheduler: Scheduler) -> Iterator[SharedWorld]:
-    shared = SharedWorld(lambda: World(engines_scheduler, 2, 2, supervision=SUPERVISED))
-    with contextlib.closing(shared):
-        yield shared
 
 
 # --- weights --------------------------------------------------------------------------------------

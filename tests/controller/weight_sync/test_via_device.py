@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,18 +21,13 @@ from tests.controller.device_world import (
     memories,
     require_current,
     require_released,
-    share_world,
     stopped_in_a_sync,
 )
 from tests.controller.sync_engines import KILL
-from tests.controller.sync_world import PROMPT, SharedWorld, World
+from tests.controller.sync_world import PROMPT, World
 from tests.engines.small_models import random_tokens
 
-
-@pytest.fixture(scope="module")
-def shared(engines_scheduler: Scheduler) -> Iterator[SharedWorld]:
-    with contextlib.closing(share_world(engines_scheduler)) as shared:
-        yield shared
+WORLD = ON_DEVICE
 
 
 def test_push_is_the_default_on_shared_devices(world: World, tmp_path: Path) -> None:

@@ -1,3 +1,3 @@
 """Fixtures of the nightly tests of weight syncs."""
 
-from tests.controller.weight_sync.conftest import world  # noqa: F401 - fixture
+from tests.controller.weight_sync.conftest import shared, world  # noqa: F401 - fixtures

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +25,7 @@ from tests.controller.sync_cases import (
     check_several_threads,
 )
 from tests.controller.sync_engines import KILL
-from tests.controller.sync_world import SUPERVISED, SharedWorld, World, resumed
-
-
-@pytest.fixture(scope="module")
-def shared(engines_scheduler: Scheduler) -> Iterator[SharedWorld]:
-    shared = SharedWorld(lambda: World(engines_scheduler, 2, 2, supervision=SUPERVISED))
-    with contextlib.closing(shared):
-        yield shared
+from tests.controller.sync_world import SUPERVISED, World, resumed
 
 
 @pytest.mark.parametrize("way", ["memory", "disk"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,17 +18,12 @@ from tests.controller.device_world import (
     buffers,
     require_current,
     resume,
-    share_world,
     stopped_in_a_sync,
 )
 from tests.controller.sync_engines import KILL
-from tests.controller.sync_world import SharedWorld, World
+from tests.controller.sync_world import World
 
-
-@pytest.fixture(scope="module")
-def shared(engines_scheduler: Scheduler) -> Iterator[SharedWorld]:
-    with contextlib.closing(share_world(engines_scheduler)) as shared:
-        yield shared
+WORLD = ON_DEVICE
 
 
 def test_push_with_a_damaged_buffer_fails_its_instance(world: World) -> None:
