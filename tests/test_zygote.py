@@ -21,13 +21,14 @@ print(json.dumps([__name__, os.getcwd(), sys.argv, dict(os.environ), environ]))
 """
 
 
-@pytest.mark.parametrize("way", ["-c", "-m", "script"])
-def test_run_environment(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(("way", "program"), [("-c", SHOW), ("-m", "show")])
+def test_run_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, program: str
+) -> None:
     (tmp_path / "show.py").write_text(SHOW)
-    words = {"-c": ["-c", SHOW], "-m": ["-m", "show"], "script": [str(tmp_path / "show.py")]}[way]
-    ran = zygote.run(
-        [sys.executable, *words, "x"], cwd=tmp_path, env={"PYTHONPATH": "/nowhere"}, timeout=60
-    )
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, way, program, "x"]
+    ran = zygote.run(command, env={"PYTHONPATH": "/nowhere"}, timeout=60)
     assert ran.returncode == 0, ran.stderr
     name, folder, argv, environ, shown = json.loads(ran.stdout)
     assert (name, folder, environ) == ("__main__", str(tmp_path), {"PYTHONPATH": "/nowhere"})

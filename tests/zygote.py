@@ -66,37 +66,26 @@ class Program:
             self.returncode = int(received)
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the program, if it still runs."""
+    def kill(self) -> None:
+        """Send SIGKILL to the program, if it still runs."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def start(
     command: Sequence[str],
     *,
-    cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
     stdout: IO[Any] | None = None,
     stderr: IO[Any] | None = None,
     preload: Sequence[str] = (),
 ) -> Program:
-    """Start ``python -m MODULE ...``, ``python -c CODE ...`` or ``python SCRIPT ...`` in a session
-    of its own.
+    """Start ``python -m MODULE ...`` or ``python -c CODE ...`` in a session of its own.
 
     Args:
         command: of the program; its first word, the interpreter, is not used, and no options of the
             interpreter but these are known.
-        cwd: the working directory of the program, by default that of the caller.
         env: its environment, by default that of the caller.
         stdout: a file, by default /dev/null.
         stderr: a file, by default that of stdout.
@@ -104,7 +93,7 @@ def start(
     """
     request = {
         "argv": list(command[1:]),
-        "cwd": str(cwd or os.getcwd()),
+        "cwd": os.getcwd(),
         "env": dict(os.environ if env is None else env),
         "session": os.environ.get(SESSION_ENV_VAR, _NO_SESSION),
         "preload": list(preload),
@@ -131,7 +120,7 @@ def run(
     Args:
         command: as of :func:`start`.
         timeout: seconds after which the program is killed.
-        options: ``cwd``, ``env`` and ``preload`` of :func:`start`.
+        options: ``env`` and ``preload`` of :func:`start`.
 
     Raises:
         subprocess.TimeoutExpired: with the output of the program until then.
@@ -295,23 +284,19 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.chdir(request["cwd"])
     if os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
-    first, *rest = request["argv"]
-    is_option = first in ("-m", "-c")
-    sys.orig_argv = [sys.executable, first, *rest]
-    sys.argv = [first, *rest[1:]] if is_option else [first, *rest]
+    first, program, *rest = request["argv"]
+    sys.orig_argv = [sys.executable, first, program, *rest]
+    sys.argv = [first, *rest]
     own = [each for each in sys.path[1:] if each != str(ROOT)]
     given = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-    where = os.getcwd() if is_option else os.path.dirname(os.path.abspath(first))
-    sys.path[:] = [where, *given, *own]
+    sys.path[:] = [os.getcwd(), *given, *own]
     if first == "-m":
-        if not hasattr(sys.modules.get(rest[0]), "__path__"):
-            sys.modules.pop(rest[0], None)  # runpy would warn that the module exists twice
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif first == "-c":
-        sys.modules["__main__"] = main = types.ModuleType("__main__")
-        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        if not hasattr(sys.modules.get(program), "__path__"):
+            sys.modules.pop(program, None)  # runpy would warn that the module exists twice
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(first, run_name="__main__")
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(program, "<string>", "exec"), main.__dict__)
 
 
 def _mark(session: str) -> None:
