@@ -10,7 +10,6 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from helmsman.api import errors
 from helmsman.api.batch import Batch
 from helmsman.api.worker_group import ClusterConfig
 from helmsman.controller._ray_backend.scheduler import RayScheduler
@@ -130,14 +129,3 @@ def test_cluster_worker_spans_nodes(run: RayScheduler) -> None:
             assert wide.execute_rank_zero_sync("actors_see") == [
                 (device.node_id, [device.device_id]) for device in own
             ]
-
-
-def test_resource_manager_missing_nodes(run: RayScheduler) -> None:
-    with pytest.raises(errors.ResourcesNotMetError) as caught:
-        ResourceManager(8, 3, scheduler=run)
-    text = str(caught.value)
-    assert "3 nodes with 8 devices each, 24 in all" in text
-    assert (
-        text.count(" GPU") == 3
-        and "Set num_gpus_per_node to 4, or set num_nodes to 2, or add nodes" in text
-    )

@@ -5,12 +5,10 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.contract.helpers import wait_until
-from tests.controller.bootstrap.hosts import why_not_here
 from tests.controller.bootstrap.up_on_hosts import (
     GONE_S,
+    ON_HOSTS,
     MakeHosts,
     make_hosts,
     show_settings,
@@ -20,10 +18,7 @@ from tests.controller.bootstrap.up_on_hosts import (
 
 __all__ = ["make_hosts"]
 
-pytestmark = [
-    pytest.mark.skipif(bool(why_not_here()), reason=why_not_here()),
-    pytest.mark.timeout(300),
-]
+pytestmark = ON_HOSTS
 
 
 def test_up_elastic_drains_a_stopped_node(make_hosts: MakeHosts) -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.contract.helpers import wait_until
-from tests.controller.bootstrap.hosts import Command, Hosts
+from tests.controller.bootstrap.hosts import Command, Hosts, why_not_here
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("program.py")))
 
-
 GONE_S = 10.0
-
+ON_HOSTS = [
+    pytest.mark.skipif(bool(why_not_here()), reason=why_not_here()),
+    pytest.mark.timeout(300),
+]
+"""Marks of tests that need hosts."""
 
 MakeHosts = Callable[[int], Hosts]
 

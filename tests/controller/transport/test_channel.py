@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.api.errors import ProtocolError, WorkerBacklogError
+from helmsman.api.errors import WorkerBacklogError
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import run_async
 from helmsman.controller._placement.placement import Placement
@@ -25,7 +25,7 @@ from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._wire.auth import connect
-from helmsman.rpc_server._wire.codec import Payload, ResultHandle, decode, encode
+from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
 from helmsman.rpc_server._wire.stream import Stream
 from helmsman.rpc_server._wire.wire import (
@@ -72,11 +72,8 @@ class Outcomes:
 class Unreachable:
     """Side path whose fetches do not end."""
 
-    def __init__(self) -> None:
-        self.brought: list[int] = []
-
     async def bring(self, request_id: int, payload: Payload) -> None:
-        self.brought.append(request_id)
+        raise AssertionError
 
     async def fetch(self, request_id: int) -> Payload:
         await asyncio.Event().wait()
@@ -145,16 +142,6 @@ async def test_channel_answer_that_cannot_be_taken(ends: Ends) -> None:
     ends.send(answer(1, "lost"), answer(2, "taken"))
     await outcomes.one()
     assert [decode(each) for each in outcomes.seen if isinstance(each, Payload)] == ["taken"]
-
-
-async def test_channel_request_that_cannot_be_encoded(ends: Ends) -> None:
-    outcomes = Outcomes()
-    handle = ResultHandle(worker_id="a/0", id="kept", location="elsewhere", nbytes=1, summary="")
-    ends.channel.post(Outgoing(Request(1, Verb.CALL, "engine", "\ud800"), encode(handle)), outcomes)
-    error = await outcomes.one()
-    assert isinstance(error, ProtocolError)
-    assert "cannot be encoded" in str(error)
-    assert not ends.side_path.brought
 
 
 # --- connections that are lost --------------------------------------------------------------------

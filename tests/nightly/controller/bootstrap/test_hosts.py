@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
-
 from tests.contract.helpers import wait_until
-from tests.controller.bootstrap.hosts import why_not_here
 from tests.controller.bootstrap.up_on_hosts import (
     GONE_S,
+    ON_HOSTS,
     PROGRAM,
     MakeHosts,
     make_hosts,
@@ -19,10 +17,7 @@ from tests.controller.bootstrap.up_on_hosts import (
 )
 
 __all__ = ["make_hosts"]
-pytestmark = [
-    pytest.mark.skipif(bool(why_not_here()), reason=why_not_here()),
-    pytest.mark.timeout(300),
-]
+pytestmark = ON_HOSTS
 
 
 def test_up_nodes_return_and_leave(make_hosts: MakeHosts) -> None:
