@@ -39,6 +39,12 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Largest difference of a log-probability between rollout and trainer, over all steps."""
     logprob_diff_mean: float | None
     """Mean of the steps' means."""
+    num_rows: int
+    """Rows that were read."""
+    num_too_long: int
+    """Rows left out because of their length."""
+    num_skipped: int
+    """Rows left out by data.on_bad_row."""
 
 
 def finish(
@@ -55,7 +61,7 @@ def finish(
     out = Path(settings.out)
     if settings.checkpoints.export == "last":
         print(f"model:   {out / 'model'}")
-    summary = summarize(settings, rows, seconds)
+    summary = summarize(settings, dataset, rows, seconds)
     write_json(out / "summary.json", summary)
     print(f"summary: {out / 'summary.json'}\nmetrics: {out / 'metrics.jsonl'}")
     with contextlib.suppress(ModuleNotFoundError):  # the extra `examples` installs matplotlib
@@ -65,7 +71,7 @@ def finish(
 
 
 def summarize(
-    settings: RunSettings, rows: Sequence[Mapping[str, Any]], seconds: float
+    settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], seconds: float
 ) -> RunSummary:
     """Summarise a run from its metrics."""
 
@@ -89,6 +95,9 @@ def summarize(
         accuracy_last=accuracies[-1] if accuracies else None,
         logprob_diff_max=max(largest, default=None),
         logprob_diff_mean=sum(means) / len(means) if means else None,
+        num_rows=dataset.num_rows,
+        num_too_long=dataset.num_too_long,
+        num_skipped=len(dataset.skipped),
     )
 
 
@@ -104,7 +113,8 @@ def draw(
     def points(name: str) -> list[tuple[int, float]]:
         return [(int(row["step"]), value) for row in rows if (value := row.get(name)) is not None]
 
-    task = Path(settings.data.train).stem
+    train = settings.data.train
+    task = Path(train if isinstance(train, str) else train[0]).stem
     first, last = summary.accuracy_first, summary.accuracy_last
     cluster = settings.cluster
     has_rewards = summary.reward_first is not None

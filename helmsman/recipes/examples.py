@@ -2,51 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from helmsman.recipes.prompts import ChatTokenizer, Row, is_token_ids
+from helmsman.recipes.messages import Chat, is_token_ids, messages_of, variables_of
+from helmsman.recipes.prompts import ChatTokenizer, Encode, Row, Sample, common
+from helmsman.recipes.rows import RowError, unlike
 from helmsman.recipes.settings import Data
 
-Encode = Callable[[str, str, dict[str, Any]], Row]
-"""Makes a row from (source, place, entry); raises ValueError that names the place."""
+_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "attention_mask")
+"""Keys with a 0 for each token that is not trained on."""
+_PAIR = ("chosen", "rejected")
 
 
 def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
     """Return the encoder of supervised examples.
 
-    A row has ``input_ids`` (and optionally ``loss_mask``), ``messages`` that end with the answer,
-    ``text``, or a prompt with an answer (or ``completion``). Prompts are not trained on.
+    A row has ``input_ids`` (with ``labels`` or masks), ``messages`` (or ``conversations``), a
+    prompt with an answer (or ``completion``), or ``text``. Of chats, the assistant's turns are
+    trained on, and prompts are not.
     """
 
-    def encode(source: str, place: str, entry: dict[str, Any]) -> Row:
-        entry = _named(entry, data)
-        if "input_ids" in entry:
-            ids = entry["input_ids"]
-            if not is_token_ids(ids):
-                raise ValueError(f"{place}: 'input_ids' is {ids!r:.80}; expected token ids")
-            mask = entry.get("loss_mask", [1] * len(ids))
-            sample = {"input_ids": list(ids), "loss_mask": list(mask)}
-        elif "messages" in entry:
-            *prompt, last = _chat(place, entry["messages"])
-            sample = (
-                tokenizer.sample(prompt, str(last["content"]))
-                if prompt
-                else _plain(tokenizer, str(last["content"]))
-            )
-        elif "text" in entry:
-            sample = _plain(tokenizer, str(entry["text"]))
-        else:
-            answer = entry.get(data.answer_key, entry.get("completion"))
-            if entry.get(data.prompt_key) is None or answer is None:
-                raise ValueError(
-                    f"{place} has {', '.join(map(repr, entry)) or 'no keys'}; expected "
-                    f"'input_ids', 'messages', 'text', or "
-                    f"{data.prompt_key!r} with {data.answer_key!r}"
+    def encode(entry: dict[str, Any]) -> Row:
+        given = {key: value for key, value in entry.items() if value is not None}
+        if entry.keys() == {data.prompt_key} and given:
+            value = entry[data.prompt_key]
+            key = "text" if isinstance(value, str) else "messages"
+            given = {"input_ids" if is_token_ids(value) else key: value}
+        chats = [key for key in ("messages", "conversations") if key in given]
+        answers = [key for key in dict.fromkeys((data.answer_key, "completion")) if key in given]
+        if "input_ids" in given:
+            return _row(entry, tokenizer, [_tokenized(given, tokenizer)])
+        if chats:
+            messages = messages_of(given[chats[0]], repr(chats[0]))
+            chat = Chat(messages, variables_of(given), repr(chats[0]))
+            return _row(entry, tokenizer, tokenizer.turns(chat))
+        if data.prompt_key in given and answers:
+            if len(answers) > 1:
+                raise RowError(
+                    f"the row has {' and '.join(map(repr, answers))}, expected one answer "
+                    "(data.answer_key)"
                 )
-            sample = tokenizer.sample(entry[data.prompt_key], _answer_text(answer))
-        return _row(source, entry, data, tokenizer, [sample])
+            answer = {repr(answers[0]): _text_of(given[answers[0]])}
+            (samples,) = tokenizer.answers(given[data.prompt_key], answer, variables_of(given))
+            return _row(entry, tokenizer, samples)
+        if "text" in given:
+            if not isinstance(given["text"], str) or not given["text"]:
+                raise unlike("'text'", given["text"], "a text")
+            return _row(entry, tokenizer, [tokenizer.text(given["text"])])
+        raise RowError(
+            f"the row has {', '.join(map(repr, given)) or 'no values'}, expected 'input_ids', "
+            f"'messages', {data.prompt_key!r} with {data.answer_key!r}, or a 'text'"
+        )
 
     return encode
 
@@ -54,78 +60,72 @@ def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
 def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
     """Return the encoder of preference pairs.
 
-    A row has a prompt, and ``chosen`` and ``rejected``, each a text or a chat. Without a prompt,
-    they are chats that share all messages but the last.
+    A row has a prompt, and ``chosen`` and ``rejected``, each a text, a message or messages. Without
+    a prompt, they are texts or chats that share their beginning.
     """
 
-    def encode(source: str, place: str, entry: dict[str, Any]) -> Row:
-        missing = [name for name in ("chosen", "rejected") if entry.get(name) is None]
-        if missing:
-            raise ValueError(
-                f"{place} has no {missing[0]!r}; expected a prompt with 'chosen' and 'rejected'"
+    def encode(entry: dict[str, Any]) -> Row:
+        if missing := [name for name in _PAIR if entry.get(name) is None]:
+            raise RowError(
+                f"{missing[0]!r} is null, expected a prompt with 'chosen' and 'rejected'"
             )
-        samples = []
-        for name in ("chosen", "rejected"):
-            prompt, answer = entry.get(data.prompt_key), entry[name]
-            if prompt is None:
-                *prompt, last = _chat(place, answer)
-                answer = last["content"]
-            samples.append(tokenizer.sample(prompt, _answer_text(answer)))
-        return _row(source, entry, data, tokenizer, samples)
+        pair = {repr(name): _text_of(entry[name]) for name in _PAIR}
+        prompt = entry.get(data.prompt_key)
+        if prompt is None:
+            are_texts = all(isinstance(each, str) for each in pair.values())
+            chosen, rejected = (
+                each if are_texts else messages_of(each, name) for name, each in pair.items()
+            )
+            shared = common(chosen, rejected)
+            if are_texts and chosen[:shared].endswith(" "):
+                shared -= 1  # tokens begin with a space rather than end with one
+            if not shared:
+                raise RowError(
+                    f"{data.prompt_key!r} is null, expected a prompt, or one at the "
+                    "beginning of both 'chosen' and 'rejected'"
+                )
+            prompt, ends = chosen[:shared], (chosen[shared:], rejected[shared:])
+            if are_texts:
+                return _row(entry, tokenizer, tokenizer.continuations(prompt, ends))
+            pair = dict(zip(pair, ends, strict=True))
+        found = tokenizer.answers(prompt, pair, variables_of(entry))
+        samples = [sample for each in found for sample in each]
+        if len(samples) != len(_PAIR):
+            raise RowError(
+                "'chosen' or 'rejected' has turns that the chat template renders otherwise when "
+                "others follow, expected a template that only appends"
+            )
+        start = min(each["loss_mask"].index(1) for each in samples)
+        for sample in samples:
+            own = sample["loss_mask"].index(1)
+            sample["loss_mask"][start:own] = [1] * (own - start)
+        return _row(entry, tokenizer, samples)
 
     return encode
 
 
-def _named(entry: dict[str, Any], data: Data) -> dict[str, Any]:
-    """Rename the key of a row with only a prompt to ``text``, ``messages`` or ``input_ids``."""
-    if entry.keys() != {data.prompt_key}:
-        return entry
-    value = entry[data.prompt_key]
-    return {
-        "text"
-        if isinstance(value, str)
-        else "input_ids"
-        if is_token_ids(value)
-        else "messages": value
-    }
+def _tokenized(entry: dict[str, Any], tokenizer: ChatTokenizer) -> Sample:
+    ids = entry["input_ids"]
+    if not is_token_ids(ids):
+        raise unlike("'input_ids'", ids, "token ids")
+    masks = {name: entry[name] for name in _MASKS if name in entry}
+    if isinstance(labels := entry.get("labels"), list):
+        masks["labels"] = [int(each != -100) for each in labels]
+        if any(each not in (-100, id_) for each, id_ in zip(labels, ids, strict=False)):
+            raise RowError("'labels' differs from 'input_ids', expected the same tokens or -100")
+    for name, mask in masks.items():
+        if not isinstance(mask, list) or len(mask) != len(ids) or not {0, 1}.issuperset(mask):
+            raise unlike(repr(name), mask, f"{len(ids)} numbers of 0 and 1")
+    mask = [int(all(each)) for each in zip([1] * len(ids), *masks.values(), strict=True)]
+    return {"input_ids": tokenizer.known(ids, "'input_ids'"), "loss_mask": mask}
 
 
-def _plain(tokenizer: ChatTokenizer, text: str) -> dict[str, list[int]]:
-    ids = [*tokenizer.encode_text(text), tokenizer.eos_id]
-    return {"input_ids": ids, "loss_mask": [1] * len(ids)}
+def _text_of(answer: Any) -> Any:
+    """Return an answer, a number as its text."""
+    return str(answer) if type(answer) in (int, float) else answer
 
 
-def _chat(place: str, messages: Any) -> Sequence[Mapping[str, Any]]:
-    is_chat = isinstance(messages, list) and bool(messages)
-    if not is_chat or not all(
-        isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
-    ):
-        raise ValueError(
-            f"{place}: {messages!r:.80} is not a chat; expected a list of {{role, content}}"
-        )
-    found: Sequence[Mapping[str, Any]] = messages
-    return found
-
-
-def _answer_text(answer: Any) -> str:
-    """Return the text of an answer, or of a chat's last message."""
-    return str(answer[-1]["content"]) if isinstance(answer, list) and answer else str(answer)
-
-
-def _row(
-    source: str,
-    entry: dict[str, Any],
-    data: Data,
-    tokenizer: ChatTokenizer,
-    samples: list[dict[str, list[int]]],
-) -> Row:
-    name = entry.get(data.source_key)
+def _row(entry: dict[str, Any], tokenizer: ChatTokenizer, samples: list[Sample]) -> Row:
     longest = max((sample["input_ids"] for sample in samples), key=len)
-    return Row(
-        prompt_ids=longest,
-        prompt=tokenizer.decode(samples[0]["input_ids"]),
-        answer=None,
-        source=Path(source).stem if name is None else str(name),
-        entry=entry,
-        samples=samples,
-    )
+    prompt = tokenizer.decode(samples[0]["input_ids"])
+    return Row(longest, prompt, None, "", entry, samples=samples)

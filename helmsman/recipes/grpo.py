@@ -35,8 +35,8 @@ class GRPO(Recipe[GRPOSettings]):
 
     Args:
         model: Local Hugging Face folder of the initial model.
-        data: A JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
-            the keys of ``data``.
+        data: A file, a dataset folder, a list of them, a table, any iterable of rows, or a mapping
+            with the keys of ``data``.
         rewards: Functions, names of built-in rewards (``exact``, ``number``, ``format``, ``math``),
             import paths (``pkg.mod:fn`` or ``path/file.py:fn``), or mappings with the keys of
             ``rewards[]``.
@@ -187,8 +187,8 @@ def PPO(  # noqa: N802 - used like the recipe classes
 
     Args:
         model: Local Hugging Face folder of the initial model, also of the critic.
-        data: A JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
-            the keys of ``data``.
+        data: A file, a dataset folder, a list of them, a table, any iterable of rows, or a mapping
+            with the keys of ``data``.
         rewards: Functions, names of built-in rewards, import paths, or mappings with the keys of
             ``rewards[]``.
         **settings: The other arguments of GRPO; ``critic`` has the settings of the value model.

@@ -190,10 +190,9 @@ class SFT(Recipe[SFTSettings]):
             BackendNotInstalledError: A package is missing.
         """
         settings = self.settings
-        tokenizer = ChatTokenizer(settings.model, settings.data)
-        return load_dataset(
-            settings.data, tokenizer, settings.seed, self.rows, supervised(settings.data, tokenizer)
-        )
+        self.tokenizer = ChatTokenizer(settings.model, settings.data)
+        encode = supervised(settings.data, self.tokenizer)
+        return load_dataset(settings.data, self.tokenizer, settings.seed, self.rows, encode)
 
     def jobs(self) -> list[Job]:
         """Return the job of the trainer."""
@@ -237,9 +236,9 @@ class DPO(Recipe[DPOSettings]):
             BackendNotInstalledError: A package is missing.
         """
         settings = self.settings
-        tokenizer = ChatTokenizer(settings.model, settings.data)
-        encode = preferences(settings.data, tokenizer)
-        return load_dataset(settings.data, tokenizer, settings.seed, self.rows, encode)
+        self.tokenizer = ChatTokenizer(settings.model, settings.data)
+        encode = preferences(settings.data, self.tokenizer)
+        return load_dataset(settings.data, self.tokenizer, settings.seed, self.rows, encode)
 
     def jobs(self) -> list[Job]:
         """Return the jobs of trainer and reference."""

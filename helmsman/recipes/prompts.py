@@ -1,4 +1,4 @@
-"""Prompts: rows, chat templates, and a resumable order of the data."""
+"""Prompts and samples: encoded rows, and a resumable order of the data."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from typing import Any
 
 import msgspec
 
-from helmsman.recipes.rows import read_rows
+from helmsman.recipes.messages import Chat, is_token_ids, messages_of, variables_of
+from helmsman.recipes.rows import RowError, read_rows, unlike
 from helmsman.recipes.settings import Data
+from helmsman.recipes.templates import ChatTemplate
 from helmsman.recipes.tokens import FolderTokenizer
+
+Sample = dict[str, list[int]]
+"""``input_ids`` and ``loss_mask``."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -27,7 +32,7 @@ class Row(msgspec.Struct, frozen=True):
     """The whole row."""
     asked: Any = None
     """The prompt as it is in the row: a text, a chat or token ids."""
-    samples: list[dict[str, Any]] = []
+    samples: list[Sample] = []
     """Training samples of a row with given answers; ``prompt_ids`` then has the tokens of the
     longest sample."""
 
@@ -41,6 +46,10 @@ class Dataset(msgspec.Struct, frozen=True):
     """Number of rows left out because of their length."""
     num_in_both: int = 0
     """Number of held-out rows from a separate file that are also in ``train``."""
+    num_rows: int = 0
+    """Number of all rows that were read."""
+    skipped: list[str] = []
+    """The errors of rows left out by data.on_bad_row."""
 
 
 class ChatTokenizer(FolderTokenizer):
@@ -64,56 +73,164 @@ class ChatTokenizer(FolderTokenizer):
                 raise ValueError(
                     f"data.chat_template, {data.chat_template}, is not UTF-8 text: {error}"
                 ) from error
-        self._system, self._args = data.system_prompt, data.template_args
-        self.stop_ids = tuple(sorted({self.eos_id, *_end_tokens(Path(folder))}))
-        """Stop tokens of the tokenizer and of generation_config.json."""
+        self._system = data.system_prompt
+        stops = {self.eos_id, *_end_tokens(Path(folder))}
+        self._template = ChatTemplate(self._tokenizer, data.template_args, self._system, stops)
+        self.end_id = self._template.end_id if self._template.is_given else self.eos_id
+        """Token that ends an answer; None if the chat template writes none."""
+        self.stop_ids = tuple(sorted(stops | {each for each in [self.end_id] if each is not None}))
+        """Stop tokens: of the tokenizer, of generation_config.json and of the chat template."""
 
-    def encode(
-        self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int]
-    ) -> tuple[str, list[int]]:
+    def prompt(self, prompt: Any, variables: dict[str, Any]) -> tuple[str, list[int]]:
         """Return text and tokens of a prompt; token ids are passed on unchanged.
 
-        Without a chat template, a text follows the system prompt unchanged. A chat becomes one
-        paragraph per message and the start of one for the answer, a form that models trained on
-        plain text can continue.
-        """
-        if is_token_ids(prompt):
-            ids: Any = prompt
-            return str(self._tokenizer.decode(ids)), list(ids)
-        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        chat = [dict(each) for each in messages]
-        if self._system is not None and chat[0].get("role") != "system":
-            chat.insert(0, {"role": "system", "content": self._system})
-        if self._tokenizer.chat_template:
-            text = str(
-                self._tokenizer.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=True, **self._args
-                )
-            )
-            return text, list(self._tokenizer.encode(text, add_special_tokens=False))
-        if isinstance(prompt, str):
-            text = "\n\n".join(str(each["content"]) for each in chat)
-        else:
-            text = (
-                "".join(f"{each['role'].capitalize()}: {each['content']}\n\n" for each in chat)
-                + "Assistant:"
-            )
-        return text, list(self._tokenizer.encode(text))
-
-    def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of a text, without chat template."""
-        return list(self._tokenizer.encode(text))
-
-    def sample(self, prompt: Any, answer: str) -> dict[str, list[int]]:
-        """Return a training sample whose loss mask covers the answer and its end token.
+        A text becomes a user's message. It is passed on as it is after the system prompt if there
+        is no chat template, and alone if it ends as the template begins an answer. A chat that ends
+        with the assistant's message is continued.
 
         Args:
-            prompt: A text, a chat or token ids.
-            answer: Text of the answer.
+            prompt: A text, a message, messages or token ids.
+            variables: Variables of the template.
+
+        Raises:
+            RowError: The prompt has another form, or the template refuses it.
         """
-        _, ids = self.encode(prompt)
-        tokens = self.encode_answer(answer)
-        return {"input_ids": ids + tokens, "loss_mask": [0] * len(ids) + [1] * len(tokens)}
+        if is_token_ids(prompt):
+            return str(self._tokenizer.decode(self.known(prompt, "'prompt'"))), prompt
+        if (text := self._written(prompt)) is not None:
+            return text, self._encode(text)
+        chat = Chat(messages_of(prompt, "'prompt'", "user"), variables, "'prompt'")
+        is_begun = chat.messages[-1]["role"] == "assistant"
+        how = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
+        text = self._template.render(chat, **how)
+        self._template.require_all(chat, text, **how)
+        return text, self._template.ids(text)
+
+    def text(self, text: str) -> Sample:
+        """Return a sample that trains on a text and the end token."""
+        return _sample(self._encode(self._closed(text, self._tokenizer.eos_token)), 0)
+
+    def answers(
+        self, prompt: Any, answers: Mapping[str, Any], variables: dict[str, Any]
+    ) -> list[list[Sample]]:
+        """Return the samples of each answer, which train on the assistant's turns in it.
+
+        Args:
+            prompt: A text, a message, messages or token ids.
+            answers: Texts, messages or lists of messages, by field of the row.
+            variables: Variables of the template.
+
+        Raises:
+            RowError: Prompt or answer has another form, or the template refuses them.
+        """
+        are_texts = all(isinstance(each, str) for each in answers.values())
+        if is_token_ids(prompt) and are_texts:
+            begin = self.known(prompt, "'prompt'")
+            end = [] if self.end_id is None else [self.end_id]
+            ids = [begin + self._template.ids(each) + end for each in answers.values()]
+            return [[_sample(each, len(begin))] for each in ids]
+        if (written := self._written(prompt)) is not None and are_texts:
+            return [[each] for each in self.continuations(written, list(answers.values()))]
+        before = messages_of(prompt, "'prompt'", "user")
+        samples = []
+        for field, answer in answers.items():
+            after = messages_of(answer, field, "assistant")
+            after = after[len(before) :] if after[: len(before)] == before else after
+            if not after or after[0]["role"] != "assistant":
+                raise unlike(field, answer, "the assistant's answer")
+            chat = Chat(before + after, variables, f"'prompt' + {field}")
+            samples.append(self.turns(chat, len(before)))
+        return samples
+
+    def continuations(self, text: str, answers: Sequence[str]) -> list[Sample]:
+        """Return samples that train on the continuations of a text, without a template."""
+        end = self._template.end or self._tokenizer.eos_token
+        every = [self._encode(self._closed(text + answer, end)) for answer in answers]
+        start = min(common(self._encode(text), ids) for ids in every)
+        return [_sample(ids, start) for ids in every]
+
+    def turns(self, chat: Chat, first: int = 0) -> list[Sample]:
+        """Return samples that train on the assistant's turns from a message on.
+
+        There is one sample, unless the template renders a turn otherwise when others follow it,
+        such as without its reasoning: then each turn has a sample that ends with it.
+
+        Args:
+            chat: The chat.
+            first: Index of the first message that is not only context.
+
+        Raises:
+            RowError: There is no such turn, or the template refuses the chat.
+        """
+        template, whole = self._template, self._template.render(chat)
+        template.require_all(chat, whole)
+        turns = [i for i, each in enumerate(chat.messages) if each["role"] == "assistant"]
+        if not turns:
+            raise RowError(f"{chat.field} has no turn of the assistant, expected one to train on")
+        if not first and (marked := template.marked(chat)):
+            return [marked]
+        ends = {i: template.render(chat.first(i + 1)) for i in turns if i >= first}
+        samples = [self._last_turn(chat.first(i + 1), end) for i, end in ends.items()]
+        if not all(whole.startswith(end) for end in ends.values()):
+            return samples
+        ids = template.ids(whole)
+        mask = [0] * len(ids)
+        for sample in samples:
+            stop = common(sample["input_ids"], ids)
+            start = min(stop, sample["loss_mask"].count(0))
+            mask[start:stop] = [1] * (stop - start)
+        return [{"input_ids": ids, "loss_mask": mask}]
+
+    def _last_turn(self, chat: Chat, text: str) -> Sample:
+        """Return the sample of a chat that trains on its last message."""
+        template, before = self._template, chat.first(len(chat.messages) - 1)
+        begin = template.render(before, add_generation_prompt=True)
+        if not text.startswith(begin):
+            # The template may begin an answer otherwise than it writes one, but not what precedes.
+            bare = template.render(before)
+            if not (begin.startswith(bare) and text.startswith(bare)):
+                raise RowError(
+                    f"{chat.field}[{len(before.messages)}] changes how the chat template renders "
+                    "the messages before it, expected a template that only appends"
+                )
+        ids = template.ids(text)
+        return _sample(ids, common(template.ids(begin), ids))
+
+    def known(self, ids: list[int], field: str) -> list[int]:
+        """Return token ids, which must be in the vocabulary."""
+        if max(ids) >= len(self._tokenizer):
+            size = len(self._tokenizer)
+            raise RowError(f"{field} has the token {max(ids)}, expected less than {size}")
+        return ids
+
+    def _written(self, prompt: Any) -> str | None:
+        """Return the text of a prompt around which no template is put."""
+        if not isinstance(prompt, str) or not prompt:
+            return None
+        if not self._template.is_given:
+            return prompt if self._system is None else f"{self._system}\n\n{prompt}"
+        cue = self._template.cue
+        return prompt if cue and prompt.rstrip().endswith(cue) else None
+
+    def _closed(self, text: str, end: str) -> str:
+        ends = (end, self._tokenizer.eos_token)
+        return text if text.rstrip().endswith(ends) else text + end
+
+    def _encode(self, text: str) -> list[int]:
+        """Return the tokens of a text with the tokenizer's special tokens, none of them twice."""
+        ids = self._template.ids(text, is_whole=True)
+        ids = ids[1:] if ids[:2] == [self._tokenizer.bos_token_id] * 2 else ids
+        return ids[:-1] if ids[-2:] == [self.eos_id] * 2 else ids
+
+
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of first items that two sequences share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _sample(ids: list[int], start: int) -> Sample:
+    return {"input_ids": ids, "loss_mask": [0] * start + [1] * (len(ids) - start)}
 
 
 class _Generation(msgspec.Struct):
@@ -131,12 +248,30 @@ def _end_tokens(folder: Path) -> list[int]:
     return [ids] if isinstance(ids, int) else ids or []
 
 
+Encode = Callable[[dict[str, Any]], Row]
+"""Makes a row, whose source may be empty, from an entry; raises RowError."""
+
+
+def prompts(data: Data, tokenizer: ChatTokenizer) -> Encode:
+    """Return the encoder of rows with prompts only."""
+
+    def encode(entry: dict[str, Any]) -> Row:
+        prompt = entry.get(data.prompt_key)
+        text, ids = tokenizer.prompt(prompt, variables_of(entry))
+        answer = entry.get(data.answer_key)
+        if answer is None and isinstance(entry.get("reward_model"), Mapping):
+            answer = entry["reward_model"].get("ground_truth")  # of rows made for verl
+        return Row(ids, text, answer, "", entry, prompt)
+
+    return encode
+
+
 def load_dataset(
     data: Data,
     tokenizer: ChatTokenizer,
     seed: int,
-    rows: list[Any] | None = None,
-    encode: Callable[[str, str, dict[str, Any]], Row] | None = None,
+    rows: Mapping[Any, list[Any]] | None = None,
+    encode: Encode | None = None,
 ) -> Dataset:
     """Read, encode and split the data.
 
@@ -144,8 +279,8 @@ def load_dataset(
         data: Sources and keys of the rows.
         tokenizer: The tokenizer of the model.
         seed: Seed of the split.
-        rows: Rows to train on, in place of ``data.train``.
-        encode: Makes a row with samples from (source, place, entry); None reads prompts only.
+        rows: Rows that a script passed, by the names that they have in ``data``.
+        encode: Encoder of rows; None reads prompts only.
 
     Returns:
         The rows for training and evaluation.
@@ -154,107 +289,82 @@ def load_dataset(
         ValueError: A row is invalid (with its place), or there are too few rows.
         OSError: A file cannot be read.
     """
-    found, num_too_long = _read(data.train, data, tokenizer, rows, encode)
-    if data.held_out is not None:
-        held_out, num_more = _read(data.held_out, data, tokenizer, None, encode)
-        trained_on = {row.prompt for row in found}
-        num_in_both = sum(row.prompt in trained_on for row in held_out)
-        return Dataset(found, held_out, num_too_long + num_more, num_in_both)
-    order = list(range(len(found)))
+    encode = encode or prompts(data, tokenizer)
+    read = _read(data, data.train, data.split, "train", rows or {}, encode)
+    if data.held_out is not None or data.held_out_split is not None:
+        source = data.train if data.held_out is None else data.held_out
+        more = _read(data, source, data.held_out_split, "test", rows or {}, encode)
+        trained_on = {row.prompt for row in read.train}
+        return Dataset(
+            read.train,
+            more.train,
+            read.num_too_long + more.num_too_long,
+            sum(row.prompt in trained_on for row in more.train),
+            read.num_rows + more.num_rows,
+            read.skipped + more.skipped,
+        )
+    order = list(range(len(read.train)))
     random.Random(f"{seed}/held out").shuffle(order)
-    held_out = [found[index] for index in sorted(order[: data.num_held_out])]
+    held_out = [read.train[index] for index in sorted(order[: data.num_held_out])]
     # Duplicates of held-out prompts must not be trained on.
     reserved = {row.prompt for row in held_out}
-    train = [row for row in found if row.prompt not in reserved]
+    train = [row for row in read.train if row.prompt not in reserved]
     if len(held_out) < data.num_held_out or not train:
         raise ValueError(
-            f"{data.train} has {len(found)} usable prompts, too few to hold out "
+            f"{data.train} has {len(read.train)} usable prompts, too few to hold out "
             f"{data.num_held_out} and train on others"
         )
-    return Dataset(train, held_out, num_too_long)
+    return msgspec.structs.replace(read, train=train, held_out=held_out)
 
 
 def _read(
-    source: str,
     data: Data,
-    tokenizer: ChatTokenizer,
-    given: list[Any] | None,
-    encode: Callable[[str, str, dict[str, Any]], Row] | None,
-) -> tuple[list[Row], int]:
-    key, limit = (
-        ("max_prompt_tokens", data.max_prompt_tokens)
-        if encode is None
-        else ("max_tokens", data.max_tokens)
-    )
+    source: str | Sequence[str],
+    split: str | None,
+    default: str,
+    given: Mapping[Any, list[Any]],
+    encode: Encode,
+) -> Dataset:
+    """Return all usable rows of a source, as rows to train on."""
     rows: list[Row] = []
-    num_too_long = 0
-    for place, entry in read_rows(source, given, data.prompt_key):
-        row = (
-            _prompt_row(source, place, entry, data, tokenizer)
-            if encode is None
-            else encode(source, place, entry)
-        )
-        if len(row.prompt_ids) > limit:
-            if data.on_long_prompt == "error":
-                what = "prompt" if encode is None else "sequence"
+    num_rows, num_too_long, skipped = 0, 0, list[str]()
+    for name, place, entry in read_rows(
+        source, given, data.prompt_key, split, default, data.subset
+    ):
+        num_rows += 1
+        try:
+            if isinstance(entry, RowError):
+                raise entry
+            row = encode(entry)
+            if not all(any(each["loss_mask"][1:]) for each in row.samples):
+                raise RowError("the row has no token to train on, expected an answer")
+        except (RowError, UnicodeError) as error:
+            skipped.append(f"unusable row ({place}): {error}")
+            if data.on_bad_row == "raise":
                 raise ValueError(
-                    f"{place}: the {what} has {len(row.prompt_ids)} tokens; data.{key} is {limit}, "
-                    "and data.on_long_prompt is 'error'"
+                    f"{skipped[-1]}. Mend the row, or leave such rows out by data.on_bad_row 'skip'"
+                ) from error
+            continue
+        key = "max_tokens" if row.samples else "max_prompt_tokens"
+        if len(row.prompt_ids) > getattr(data, key):
+            if data.on_long_prompt == "error":
+                raise ValueError(
+                    f"{place}: the {'sequence' if row.samples else 'prompt'} has "
+                    f"{len(row.prompt_ids)} tokens; data.{key} is {getattr(data, key)}, and "
+                    "data.on_long_prompt is 'error'"
                 )
             num_too_long += 1
             continue
-        rows.append(row)
+        given_name = entry.get(data.source_key)
+        label = name if given_name is None else str(given_name)
+        rows.append(msgspec.structs.replace(row, source=label))
     if not rows:
-        raise ValueError(f"{source} has no usable row; {num_too_long} are above data.{key}")
-    return rows, num_too_long
-
-
-def _prompt_row(
-    source: str, place: str, entry: dict[str, Any], data: Data, tokenizer: ChatTokenizer
-) -> Row:
-    prompt: Any = entry.get(data.prompt_key)
-    if not _is_prompt(prompt):
         raise ValueError(
-            f"{place}: {data.prompt_key!r} is {prompt!r:.80}; expected a text, a list of "
-            "{role, content}, or a list of token ids"
+            f"data has no usable row ({source}): {num_too_long} of {num_rows} are longer than "
+            f"data.max_tokens or data.max_prompt_tokens, {len(skipped)} unusable, expected one. "
+            f"{skipped[0] if skipped else 'Raise the limit.'}"
         )
-    try:
-        text, ids = tokenizer.encode(prompt)
-    except Exception as error:  # templates may raise any exception
-        raise ValueError(
-            f"{place}: the chat template does not take this prompt: {error}"
-        ) from error
-    if not ids:
-        raise ValueError(f"{place}: the prompt has no tokens")
-    name = entry.get(data.source_key)
-    source_name = Path(source).stem if name is None else str(name)
-    return Row(ids, text, _answer_of(entry, data.answer_key), source_name, entry, prompt)
-
-
-def _answer_of(entry: Mapping[str, Any], key: str) -> Any:
-    """Return the correct answer, for rows made for verl from ``reward_model.ground_truth``."""
-    if entry.get(key) is None and isinstance(entry.get("reward_model"), Mapping):
-        return entry["reward_model"].get("ground_truth")
-    return entry.get(key)
-
-
-def _is_prompt(prompt: Any) -> bool:
-    if isinstance(prompt, str):
-        return bool(prompt)
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return is_token_ids(prompt) or all(
-        isinstance(each, dict) and {"role", "content"} <= each.keys() for each in prompt
-    )
-
-
-def is_token_ids(prompt: Any) -> bool:
-    """Whether a prompt is a list of token ids."""
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(type(each) is int and each >= 0 for each in prompt)
-    )
+    return Dataset(rows, [], num_too_long, 0, num_rows, skipped)
 
 
 class Draw(msgspec.Struct, frozen=True):

@@ -17,9 +17,9 @@ from helmsman.recipes.config import as_yaml, read
 from helmsman.recipes.ending import RunSummary, finish
 from helmsman.recipes.files import clear, only_run_in, write_json
 from helmsman.recipes.loop import Loop
-from helmsman.recipes.prompts import Dataset
+from helmsman.recipes.prompts import ChatTokenizer, Dataset
 from helmsman.recipes.roles import start_scheduler
-from helmsman.recipes.rows import rows_of, source_name
+from helmsman.recipes.rows import source_of
 from helmsman.recipes.settings import RunSettings
 from helmsman.recipes.trackers import MetricsFile, Trackers, open_trackers, require_trackers
 
@@ -41,8 +41,8 @@ class Recipe(abc.ABC, Generic[S]):
 
     Args:
         model: Local Hugging Face folder of the initial model.
-        data: A JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
-            the keys of ``data``.
+        data: A file, a dataset folder, a list of them, a table, any iterable of rows, or a mapping
+            with the keys of ``data``.
         config: A YAML or TOML file, or the name of a packaged configuration. Other arguments
             override it.
         resume: Continue from the last checkpoint in ``out``.
@@ -57,6 +57,8 @@ class Recipe(abc.ABC, Generic[S]):
         BackendNotInstalledError: The configuration needs a package that is missing.
     """
 
+    tokenizer: ChatTokenizer
+    """The tokenizer of the model, after ``load``."""
     kind: ClassVar[type[RunSettings]]
     """The settings class of the recipe."""
     fixed: ClassVar[tuple[str, ...]] = ("model", "data", "seed")
@@ -74,19 +76,22 @@ class Recipe(abc.ABC, Generic[S]):
         **settings: Any,
     ) -> None:
         self.resume, self.overwrite = resume, overwrite
-        self.rows: list[Any] | None = None
-        """Rows passed as Python objects; None for a file or folder."""
+        self.rows: dict[str, list[Any]] = {}
+        """Rows passed as Python objects, by the names that they have in the settings."""
         given = dict(settings)
         if model is not None:
             given["model"] = str(model)
-        if isinstance(data, Mapping):
-            given["data"] = dict(data)
-            data = given["data"].pop("train", None)
         if data is not None:
-            if not isinstance(data, str | Path):
-                self.rows = rows_of(data)
-                data = source_name(self.rows)
-            given["data"] = {**given.get("data", {}), "train": str(data)}
+            is_section = isinstance(data, Mapping) and not hasattr(data, "column_names")
+            given["data"] = dict(data) if is_section else {"train": data}
+        section = given.get("data", {})
+        for key, split, default in (
+            ("train", "split", "train"),
+            ("held_out", "held_out_split", "test"),
+        ):
+            if section.get(key) is not None:
+                section[key], rows = source_of(section[key], section.get(split), default)
+                self.rows |= {} if rows is None else {section[key]: rows}
         self._read(config, overrides, given)
         self._is_loaded = False
 
@@ -185,14 +190,19 @@ class Recipe(abc.ABC, Generic[S]):
 
     def describe_data(self) -> str:
         """Return a one-line description of the data."""
-        found = self.dataset
-        longest = max(len(row.prompt_ids) for row in [*found.train, *found.held_out])
+        found, end_id = self.dataset, self.tokenizer.end_id
+        rows = [*found.train, *found.held_out]
+        masks = [sample["loss_mask"] for row in found.train for sample in row.samples]
+        trained = f" ({sum(map(sum, masks)):,} trained tokens)" if masks else ""
         both = f" ({found.num_in_both} trained on as well)" if found.num_in_both else ""
+        key = "max_tokens" if masks else "max_prompt_tokens"
+        bad = f" ({found.skipped[0].rstrip('.')})" if found.skipped else ""
+        end = "none" if end_id is None else repr(self.tokenizer.tokenizer.decode([end_id]))
         return (
-            f"{len(found.train)} prompts to train on, {len(found.held_out)} held out{both}, "
-            f"{found.num_too_long} left out "
-            f"as longer than {self.settings.data.max_prompt_tokens} tokens; the longest has "
-            f"{longest} tokens"
+            f"data: {found.num_rows} rows read, {len(found.train)} to train on{trained}, "
+            f"{len(found.held_out)} held out{both}, {found.num_too_long} left out as longer than "
+            f"data.{key}, {len(found.skipped)} as unusable{bad}; the longest has "
+            f"{max(len(row.prompt_ids) for row in rows)} tokens; end-of-turn token: {end}"
         )
 
     def _prepare(self, out: Path) -> None:

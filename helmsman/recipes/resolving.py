@@ -227,8 +227,12 @@ def _check_train(settings: RunSettings) -> None:
 
 
 def _check_data(settings: RunSettings) -> None:
-    if settings.data.held_out is not None and settings.data.num_held_out:
-        raise ValueError("data.held_out and data.num_held_out are both given; expected one of them")
+    data = settings.data
+    for key in ("held_out", "held_out_split"):
+        if getattr(data, key) is not None and data.num_held_out:
+            raise ValueError(
+                f"data.{key} and data.num_held_out are both given; expected one of them"
+            )
     cluster = settings.cluster
     shared_by = settings.train.model_parallel_size
     if shared_by < 1 or cluster.train_workers % shared_by:

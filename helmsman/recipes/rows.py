@@ -1,94 +1,237 @@
-"""Reads rows from JSONL files, Hugging Face dataset folders and Python objects."""
+"""Reads rows from files, dataset folders, tables and Python objects, as plain Python values."""
 
 from __future__ import annotations
 
-import codecs
+import contextlib
+import glob
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.extras import needed_by
 
+FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", ".parquet", ".arrow")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Endings that may follow those of text formats."""
+MOST_ROWS = 5_000_000
+"""Limit on rows that a script passes, since an iterable may have no end."""
 
-def rows_of(data: Iterable[Any]) -> list[Any]:
-    """Return the rows of a finite iterable.
+
+class RowError(ValueError):
+    """A row that cannot be used; the message names the field."""
+
+
+def unlike(field: str, value: Any, expected: str) -> RowError:
+    """Return the error of a field that has another value than expected."""
+    return RowError(
+        f"{field} is {'null' if value is None else f'{value!r:.80}'}, expected {expected}"
+    )
+
+
+def plain(value: Any) -> Any:
+    """Convert values of NumPy, pandas, pyarrow, polars and torch to plain Python, at any depth.
+
+    Arrays and tuples become lists. NaN, NaT and pandas' NA become None.
+    """
+    if value is None or type(value) in (int, bool, str):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # of a subclass, such as an enum
+    if isinstance(value, float):
+        return float(value) if value == value else None
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [plain(each) for each in value]
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    for name in ("as_py", "to_pylist", "to_list", "tolist", "to_pydatetime", "to_pytimedelta"):
+        if callable(convert := getattr(value, name, None)):
+            return plain(convert())
+    return value
+
+
+def source_of(data: Any, split: str | None, default: str) -> tuple[Any, list[Any] | None]:
+    """Return the source and the rows of data that a script passes.
+
+    Args:
+        data: A path, several paths, a table, or an iterable of rows.
+        split: Split to take if the data has splits.
+        default: Split to take if ``split`` is None.
+
+    Returns:
+        The path or paths, and None; or a name made from the content of the rows, and the rows.
 
     Raises:
-        ValueError: There are no rows.
+        ValueError: The data has no rows, no end or no such split.
+        TypeError: The data is not a table and not an iterable of rows.
     """
-    rows = list(data)
-    if not rows:
-        raise ValueError("data has no rows; expected at least one")
-    return rows
+    if isinstance(data, str | os.PathLike):
+        return os.fspath(data), None
+    kind = type(data).__name__
+    if isinstance(data, Mapping):
+        data = pick(data, split, default, f"data of type {kind}")
+    if hasattr(data, "columns"):  # iterating over a table yields columns, or their names
+        ways = (("to_pylist",), ("to_dicts",), ("to_dict", "records"))
+        data = next((getattr(data, name)(*how) for name, *how in ways if hasattr(data, name)), None)
+    if not isinstance(data, Iterable) or isinstance(data, bytes):
+        raise TypeError(f"data is of type {kind}, expected paths, a table or an iterable of rows")
+    rows = list(itertools.islice(data, MOST_ROWS + 1))
+    if not 0 < len(rows) <= MOST_ROWS:
+        found = (
+            f"more than {MOST_ROWS:,} rows or no end; write them to files" if rows else "no rows"
+        )
+        raise ValueError(f"data of type {kind} has {found}; expected at least one")
+    if any(map(_is_path, rows)):
+        return tuple(map(str, rows)), None
+    rows = plain(rows)
+    return f"rows-{len(rows)}-{hashlib.sha256(repr(rows).encode()).hexdigest()[:12]}", rows
 
 
-def source_name(rows: list[Any]) -> str:
-    """Return a name from the content of rows, which a resumed run compares."""
-    digest = hashlib.sha256(msgspec.json.encode(rows, enc_hook=repr)).hexdigest()
-    return f"rows-{len(rows)}-{digest[:12]}"
+def _is_path(value: Any) -> bool:
+    if not isinstance(value, str):
+        return isinstance(value, os.PathLike)
+    return value.endswith(FORMATS + COMPRESSED) and value.split() == [value]
+
+
+def pick(splits: Mapping[Any, Any], split: str | None, default: str, where: str) -> Any:
+    """Return the given split, else the default one, else the only one.
+
+    Args:
+        splits: Splits by name.
+        split: Name of the split, if one is given.
+        default: Name of the split that is taken otherwise.
+        where: Origin of the splits, for the message.
+
+    Raises:
+        ValueError: There is no such split.
+    """
+    name = split or (default if default in splits or len(splits) != 1 else next(iter(splits)))
+    if name not in splits:
+        has = ", ".join(map(str, splits))
+        raise ValueError(f"{where} has the splits {has}; expected {name!r}, or one split")
+    return splits[name]
 
 
 def read_rows(
-    source: str, rows: list[Any] | None, prompt_key: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, entry) of each row.
+    source: str | Sequence[str],
+    given: Mapping[Any, list[Any]],
+    key: str,
+    split: str | None = None,
+    default: str = "train",
+    subset: str | None = None,
+) -> Iterator[tuple[str, str, dict[str, Any] | RowError]]:
+    """Yield (name of the file, place, row or error).
 
     Args:
-        source: A JSONL file or a Hugging Face dataset folder.
-        rows: Rows to read instead of ``source``: mappings, texts, chats or token ids.
-        prompt_key: Key under which rows that are not mappings are stored.
+        source: A file, a pattern of files, a dataset folder, several of these, or a key of
+            ``given``.
+        given: Rows that a script passed, by name.
+        key: Key under which rows that are not mappings are stored.
+        split: Split of dataset folders.
+        default: Split to take if ``split`` is None.
+        subset: Subset (configuration) of dataset folders.
 
     Raises:
-        ValueError: A row is invalid; the message names its place.
-        OSError: The file cannot be read.
-        BackendNotInstalledError: A dataset folder needs the package ``datasets``.
+        ValueError: The content of a file does not fit its ending.
+        OSError: A file cannot be read.
+        BackendNotInstalledError: The package ``datasets`` is needed and missing.
     """
-    if rows is not None:
-        for number, row in enumerate(rows, start=1):
-            entry = dict(row) if isinstance(row, Mapping) else {prompt_key: row}
-            yield f"row {number} of the data", entry
-    elif Path(source).is_dir():
-        for number, row in enumerate(_dataset_rows(source), start=1):
-            yield f"{source}, row {number}", dict(row)
-    else:
-        lines = Path(source).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{source}, line {number}", _decode(line, f"{source}, line {number}")
+    for path in [source] if isinstance(source, str) else source:
+        if path in given:
+            parts = [("data", _numbered(given[path]))]
+        elif os.path.isdir(path):
+            parts = _parts_of_folder(path, split, default, subset)
+        elif files := [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True)):
+            parts = [(file, _rows_in(file)) for file in files]
+        else:
+            raise FileNotFoundError(
+                f"data cannot be read ({path}): no such file or folder, expected a local one. Get "
+                "data from the Hub by `hf download NAME --repo-type dataset --local-dir FOLDER`."
+            )
+        for where, rows in parts:
+            for label, row in rows:
+                entry = row if isinstance(row, RowError) else plain(row)
+                entry = entry if isinstance(entry, dict | RowError) else {key: entry}
+                yield Path(path if path in given else where).stem, f"{where}, {label}", entry
 
 
-def _decode(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{place}: {error}; expected a JSON object") from error
+def _numbered(rows: Iterable[Any], word: str = "row") -> Iterator[tuple[str, Any]]:
+    return ((f"{word} {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _dataset_rows(folder: str) -> Iterable[Mapping[str, Any]]:
+def _parts_of_folder(
+    folder: str, split: str | None, default: str, subset: str | None
+) -> list[tuple[str, Iterator[tuple[str, Any]]]]:
+    """Return (path, numbered rows) of each file."""
     with needed_by("a Hugging Face dataset folder", "datasets"):
         import datasets
     try:
-        # Folders written by save_to_disk have their own layout; others hold data files, such as
-        # parquet.
-        found: Any = (
-            datasets.load_from_disk(folder)
-            if _is_saved(Path(folder))
-            else datasets.load_dataset(folder)
-        )
+        if any(Path(folder, name).is_file() for name in ("state.json", "dataset_dict.json")):
+            saved: Any = datasets.load_from_disk(folder)
+            splits = saved if isinstance(saved, Mapping) else {split or default: saved}
+            return [(folder, _numbered(pick(splits, split, default, folder)))]
+        files = datasets.load_dataset_builder(folder, name=subset).config.data_files
+        return [(each, _rows_in(each)) for each in pick(files, split, default, folder)]
     except Exception as error:  # readers of datasets may raise any exception
         raise ValueError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from error
-    if isinstance(found, Mapping):
-        if "train" not in found and len(found) != 1:
-            raise ValueError(
-                f"{folder} has the splits {', '.join(found)}; expected 'train', or one split"
-            )
-        found = found["train"] if "train" in found else next(iter(found.values()))
-    rows: Iterable[Mapping[str, Any]] = found
-    return rows
 
 
-def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+def _rows_in(file: str) -> Iterator[tuple[str, Any]]:
+    """Yield (number, row or error) of a file.
+
+    ``datasets`` would turn a text in JSON or CSV that looks like a number or a date into one: the
+    answer "007" becomes 7. So JSON is decoded here, and the cells of CSV are read as texts.
+    """
+    ends = [each.lower() for each in Path(file).suffixes[-2:]] or [".jsonl"]
+    kind = ends[0] if ends[-1] in COMPRESSED else ends[-1]
+    expected = f"the format {kind}" if kind in FORMATS else f"one of {', '.join(FORMATS)}"
+    try:
+        if kind not in FORMATS:
+            raise ValueError(f"it ends in {kind}")
+        if kind in FORMATS[:4]:
+            yield from _rows_of_text(file, kind)
+            return
+        with needed_by(f"a file of the format {kind}", "datasets"):
+            import datasets
+            import pandas  # datasets depends on it
+        if kind in FORMATS[4:6]:
+            cells: Any = {"dtype": str, "keep_default_na": False, "na_values": [""]}
+            table = pandas.read_csv(file, sep="," if kind == ".csv" else "\t", **cells)
+            rows: Any = table.to_dict("records")
+        else:
+            where: Any = {"data_files": [glob.escape(file)], "split": "train"}
+            rows = datasets.load_dataset(kind[1:], streaming=True, **where)
+        yield from _numbered(rows)
+    except BackendNotInstalledError:
+        raise
+    except Exception as error:  # readers may raise any exception
+        raise ValueError(
+            f"data cannot be read ({file}): {error}, expected {expected}. Convert it, or pass its "
+            "rows."
+        ) from error
+
+
+def _rows_of_text(file: str, kind: str) -> Iterator[tuple[str, Any]]:
+    import fsspec  # transformers depends on it
+
+    with fsspec.open(file, "rb", compression="infer") as opened:
+        content = opened.read()
+    text = content.decode(json.detect_encoding(content))
+    if kind == ".json" or (kind != ".txt" and text.lstrip().startswith("[")):
+        with contextlib.suppress(json.JSONDecodeError):  # a row per line
+            found = json.loads(text)
+            yield from _numbered(found if isinstance(found, list) else [found])
+            return
+    for label, line in _numbered(text.replace("\r\n", "\n").split("\n"), "line"):
+        if line.strip():
+            try:
+                row = {"text": line} if kind == ".txt" else json.loads(line)
+            except ValueError as error:
+                row = RowError(f"the line is not JSON ({error}), expected a row")
+            yield label, row

@@ -169,21 +169,25 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows for training and evaluation: JSONL files or Hugging Face dataset folders.
+    """Rows for training and evaluation; docs/data.md has all forms of files and rows."""
 
-    A JSONL file has one object per line.
-    """
-
-    train: str
-    """File or dataset folder to train on. Python scripts can also pass any iterable of mappings,
-    texts, chats or token ids."""
-    held_out: str | None = None
-    """File or dataset folder to evaluate on."""
+    train: str | tuple[str, ...]
+    """File, pattern of files or dataset folder to train on, or a list of them. Python scripts can
+    also pass tables, and iterables of mappings, texts, chats or token ids."""
+    held_out: str | tuple[str, ...] | None = None
+    """The same to evaluate on."""
+    split: str | None = None
+    """Split of a dataset folder to train on; ``train``, or the only one, when null."""
+    held_out_split: str | None = None
+    """Split of ``held_out``, or of ``train`` if that is null, to evaluate on; ``test``, or the only
+    one, when null."""
+    subset: str | None = None
+    """Subset (configuration) of a dataset folder that has several."""
     num_held_out: int = 0
     """Number of training rows held out for evaluation instead; drawn by ``seed`` and never trained
     on."""
     prompt_key: str = "prompt"
-    """Key of the prompt: a text, a list of {role, content}, or a list of token ids."""
+    """Key of the prompt: a text, a message, a list of messages, or a list of token ids."""
     answer_key: str = "answer"
     """Key of the correct answer, any JSON value; optional unless a reward needs it."""
     source_key: str = "data_source"
@@ -206,6 +210,9 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """``drop`` leaves out and counts rows that are too long; ``error`` rejects them before the run
     starts.
     """
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    """``raise`` rejects a row that cannot be used before the run starts; ``skip`` leaves it out and
+    counts it."""
     shuffle: bool = True
     """Draw a new order for each epoch from ``seed``; otherwise keep the file's order."""
 

@@ -1,0 +1,180 @@
+"""Chat templates: the forms of messages that they take, and what they make of chats."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from helmsman.recipes.messages import Chat
+from helmsman.recipes.rows import RowError, unlike
+
+_WORD, _CALL = "Zq7", {"Zq7": 1}
+"""Content, and arguments of a call, in the chats that show how a template renders."""
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PARAGRAPHS = (
+    "{{ start }}{% for m in messages %}{{ '\n\n' if not loop.first }}{{ m.role | capitalize }}:"
+    "{{ m.content + eos_token if m.role == 'assistant' else ' ' + m.content }}{% endfor %}"
+    "{{ '\n\nAssistant:' if add_generation_prompt }}"
+)
+"""Template for models without one: a form that models trained on plain text can continue."""
+
+
+def _chat(role: str, content: str, arguments: Any = None) -> Chat:
+    """Return a chat of a message after a user's one, perhaps with a tool call."""
+    message: dict[str, Any] = {"role": role, "content": content}
+    if arguments is not None:
+        function = {"name": "f", "arguments": arguments}
+        message["tool_calls"] = [{"type": "function", "id": "call00000", "function": function}]
+    return Chat([{"role": "user", "content": "hi"}, message][role == "user" :], {}, "chat")
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: The Hugging Face tokenizer.
+        variables: Variables of the template.
+        system: System prompt for chats without one.
+        stops: Tokens at which generation ends.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        variables: Mapping[str, Any],
+        system: str | None,
+        stops: Collection[int],
+    ) -> None:
+        self._tokenizer, self._variables = tokenizer, dict(variables)
+        self._system: str | None = None
+        self._roles: dict[str, str] = {}
+        self.is_given = bool(tokenizer.chat_template)
+        """Whether the tokenizer has a template; chats become paragraphs otherwise."""
+        if not self.is_given:
+            starts = tokenizer.encode("a")[0] == tokenizer.bos_token_id
+            start = tokenizer.bos_token if starts else ""
+            self._variables |= {"chat_template": _PARAGRAPHS, "start": start}
+        self._has_parts, self._takes, self.end = False, {str, dict}, ""
+        text = self._try(_chat("user", _WORD))
+        self._has_parts = bool(text) and _WORD not in text
+        has_developer = _WORD in self._try(_chat("developer", _WORD))
+        self._roles = {} if has_developer else {"developer": "system"}
+        self._takes = {
+            type(arguments)
+            for arguments, sign in ((_CALL, _WORD), (json.dumps(_CALL), json.dumps(_CALL)))
+            if sign in self._try(_chat("assistant", "", arguments))
+        }
+        begun = self._try(_chat("user", _WORD), add_generation_prompt=True)
+        self.cue = begun.rpartition(_WORD)[2].strip()
+        """Text between a user's message and the answer."""
+        tail = self.ids(self._try(_chat("assistant", _WORD)).rpartition(_WORD)[2])
+        added = [each for each in tail if each in tokenizer.added_tokens_decoder]
+        self.end_id = next((each for each in added if each in stops), added[0] if added else None)
+        """Token that ends an assistant's turn; None if the template writes none."""
+        self.end = tokenizer.decode([self.end_id]) if added else ""
+        """Text of this token."""
+        self._system = system
+
+    def render(self, chat: Chat, **how: Any) -> str:
+        """Return the text of a chat.
+
+        Args:
+            chat: The chat.
+            **how: Other arguments of ``apply_chat_template``.
+
+        Raises:
+            RowError: The template refuses the chat.
+        """
+        return str(self._apply(chat, tokenize=False, **how))
+
+    def ids(self, text: str, *, is_whole: bool = False) -> list[int]:
+        """Return the tokens of a text, with those that the tokenizer adds if it ``is_whole``.
+
+        Raises:
+            RowError: The text is not valid Unicode.
+        """
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=is_whole))
+        except (TypeError, UnicodeError) as error:  # of lone surrogates
+            raise unlike("a text", text, "valid Unicode") from error
+
+    def marked(self, chat: Chat) -> dict[str, list[int]] | None:
+        """Return a sample by the template's marks of generated text, if it has marks."""
+        template = self._variables.get("chat_template")
+        template = self._tokenizer.get_chat_template(template, chat.variables.get("tools"))
+        if not _MARKS.search(template):
+            return None
+        found = self._apply(chat, return_dict=True, return_assistant_tokens_mask=True)
+        return {"input_ids": found["input_ids"], "loss_mask": found["assistant_masks"]}
+
+    def require_all(self, chat: Chat, text: str, **how: Any) -> None:
+        """Check that a text has all contents, tool calls and tools of its chat.
+
+        Args:
+            chat: The chat.
+            text: Its rendering.
+            **how: Other arguments of ``apply_chat_template``.
+
+        Raises:
+            RowError: The template leaves something out.
+        """
+        messages = chat.messages
+        others = [
+            (f"{chat.field}[{at}].content", chat.changed(at, {**message, "content": _WORD}))
+            for at, message in enumerate(messages)
+            if message["content"].strip() not in text
+        ]
+        others += [
+            (f"{chat.field}[{at}].tool_calls", chat.changed(at, {**message, "tool_calls": []}))
+            for at, message in enumerate(messages)
+            if "tool_calls" in message
+        ]
+        if chat.variables.get("tools"):
+            others.append(("'tools'", chat._replace(variables={**chat.variables, "tools": None})))
+        for field, other in others:
+            if self._try(other, **how) == text:
+                raise RowError(
+                    f"{field} is left out by the chat template, expected one that renders it "
+                    "(data.chat_template)"
+                )
+
+    def _try(self, chat: Chat, **how: Any) -> str:
+        with contextlib.suppress(RowError):
+            return self.render(chat, **how)
+        return ""
+
+    def _apply(self, chat: Chat, **how: Any) -> Any:
+        try:
+            messages = [self._form(message) for message in chat.messages]
+            if self._system and not (messages and messages[0]["role"] in ("system", "developer")):
+                messages.insert(0, self._form({"role": "system", "content": self._system}))
+            variables = self._variables | chat.variables | how
+            return self._tokenizer.apply_chat_template(messages, **variables)
+        except Exception as error:  # templates may raise any exception
+            raise RowError(
+                f"{chat.field} is refused by the chat template ({type(error).__name__}: {error}), "
+                "expected a chat that it renders"
+            ) from error
+
+    def _form(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message in the form that the template takes."""
+        role, content = message["role"], message["content"]
+        if role == "assistant" and self.end and content.rstrip().endswith(self.end):
+            content = content.rstrip().removesuffix(self.end)  # the template writes it
+        made = {**message, "role": self._roles.get(role, role), "content": content}
+        if self._has_parts:
+            made["content"] = [{"type": "text", "text": content}]
+        if "tool_calls" in message:
+            made["tool_calls"] = [self._form_of_call(each) for each in message["tool_calls"]]
+        return made
+
+    def _form_of_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if type(arguments) in self._takes or not isinstance(arguments, str | dict):
+            return call
+        made = json.loads(arguments) if isinstance(arguments, str) else json.dumps(arguments)
+        return {**call, "function": {**function, "arguments": made}}
