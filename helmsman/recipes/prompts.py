@@ -81,7 +81,9 @@ class ChatTokenizer(FolderTokenizer):
         self.stop_ids = tuple(sorted(stops | {each for each in [self.end_id] if each is not None}))
         """Stop tokens: of the tokenizer, of generation_config.json and of the chat template."""
 
-    def prompt(self, prompt: Any, variables: dict[str, Any]) -> tuple[str, list[int]]:
+    def encode(
+        self, prompt: Any, variables: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[int]]:
         """Return text and tokens of a prompt; token ids are passed on unchanged.
 
         A text becomes a user's message. It is passed on as it is after the system prompt if there
@@ -98,8 +100,8 @@ class ChatTokenizer(FolderTokenizer):
         if is_token_ids(prompt):
             return str(self._tokenizer.decode(self.known(prompt, "'prompt'"))), prompt
         if (text := self._written(prompt)) is not None:
-            return text, self._encode(text)
-        chat = Chat(messages_of(prompt, "'prompt'", "user"), variables, "'prompt'")
+            return text, self._whole(text)
+        chat = Chat(messages_of(prompt, "'prompt'", "user"), dict(variables or {}), "'prompt'")
         is_begun = chat.messages[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
         text = self._template.render(chat, **how)
@@ -108,7 +110,7 @@ class ChatTokenizer(FolderTokenizer):
 
     def text(self, text: str) -> Sample:
         """Return a sample that trains on a text and the end token."""
-        return _sample(self._encode(self._closed(text, self._tokenizer.eos_token)), 0)
+        return _sample(self._whole(self._closed(text, self._tokenizer.eos_token)), 0)
 
     def answers(
         self, prompt: Any, answers: Mapping[str, Any], variables: dict[str, Any]
@@ -144,9 +146,10 @@ class ChatTokenizer(FolderTokenizer):
 
     def continuations(self, text: str, answers: Sequence[str]) -> list[Sample]:
         """Return samples that train on the continuations of a text, without a template."""
-        end = self._template.end or self._tokenizer.eos_token
-        every = [self._encode(self._closed(text + answer, end)) for answer in answers]
-        start = min(common(self._encode(text), ids) for ids in every)
+        eos = self._tokenizer.eos_token
+        end = (self._template.end or eos) if self._is_begun(text) else eos
+        every = [self._whole(self._closed(text + answer, end)) for answer in answers]
+        start = min(common(self._whole(text), ids) for ids in every)
         return [_sample(ids, start) for ids in every]
 
     def turns(self, chat: Chat, first: int = 0) -> list[Sample]:
@@ -209,14 +212,18 @@ class ChatTokenizer(FolderTokenizer):
             return None
         if not self._template.is_given:
             return prompt if self._system is None else f"{self._system}\n\n{prompt}"
+        return prompt if self._is_begun(prompt) else None
+
+    def _is_begun(self, text: str) -> bool:
+        """Whether a text ends as the template begins an answer."""
         cue = self._template.cue
-        return prompt if cue and prompt.rstrip().endswith(cue) else None
+        return self._template.is_given and bool(cue) and text.rstrip().endswith(cue)
 
     def _closed(self, text: str, end: str) -> str:
         ends = (end, self._tokenizer.eos_token)
         return text if text.rstrip().endswith(ends) else text + end
 
-    def _encode(self, text: str) -> list[int]:
+    def _whole(self, text: str) -> list[int]:
         """Return the tokens of a text with the tokenizer's special tokens, none of them twice."""
         ids = self._template.ids(text, is_whole=True)
         ids = ids[1:] if ids[:2] == [self._tokenizer.bos_token_id] * 2 else ids
@@ -257,7 +264,7 @@ def prompts(data: Data, tokenizer: ChatTokenizer) -> Encode:
 
     def encode(entry: dict[str, Any]) -> Row:
         prompt = entry.get(data.prompt_key)
-        text, ids = tokenizer.prompt(prompt, variables_of(entry))
+        text, ids = tokenizer.encode(prompt, variables_of(entry))
         answer = entry.get(data.answer_key)
         if answer is None and isinstance(entry.get("reward_model"), Mapping):
             answer = entry["reward_model"].get("ground_truth")  # of rows made for verl

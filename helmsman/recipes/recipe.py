@@ -191,18 +191,18 @@ class Recipe(abc.ABC, Generic[S]):
     def describe_data(self) -> str:
         """Return a one-line description of the data."""
         found, end_id = self.dataset, self.tokenizer.end_id
-        rows = [*found.train, *found.held_out]
         masks = [sample["loss_mask"] for row in found.train for sample in row.samples]
+        kind, key = ("rows", "max_tokens") if masks else ("prompts", "max_prompt_tokens")
         trained = f" ({sum(map(sum, masks)):,} trained tokens)" if masks else ""
         both = f" ({found.num_in_both} trained on as well)" if found.num_in_both else ""
-        key = "max_tokens" if masks else "max_prompt_tokens"
-        bad = f" ({found.skipped[0].rstrip('.')})" if found.skipped else ""
+        first = f" (first: {found.skipped[0]})" if found.skipped else ""
         end = "none" if end_id is None else repr(self.tokenizer.tokenizer.decode([end_id]))
+        longest = max(len(row.prompt_ids) for row in [*found.train, *found.held_out])
         return (
-            f"data: {found.num_rows} rows read, {len(found.train)} to train on{trained}, "
+            f"data: {found.num_rows} rows read, {len(found.train)} {kind} to train on{trained}, "
             f"{len(found.held_out)} held out{both}, {found.num_too_long} left out as longer than "
-            f"data.{key}, {len(found.skipped)} as unusable{bad}; the longest has "
-            f"{max(len(row.prompt_ids) for row in rows)} tokens; end-of-turn token: {end}"
+            f"data.{key}, {len(found.skipped)} left out as unusable{first}; the longest has "
+            f"{longest} tokens; end-of-turn token: {end}"
         )
 
     def _prepare(self, out: Path) -> None:

@@ -18,8 +18,6 @@ from helmsman.api.extras import needed_by
 FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow those of text formats."""
-MOST_ROWS = 5_000_000
-"""Limit on rows that a script passes, since an iterable may have no end."""
 
 
 class RowError(ValueError):
@@ -56,13 +54,16 @@ def plain(value: Any) -> Any:
     return value
 
 
-def source_of(data: Any, split: str | None, default: str) -> tuple[Any, list[Any] | None]:
+def source_of(
+    data: Any, split: str | None, default: str, most_rows: int = 5_000_000
+) -> tuple[Any, list[Any] | None]:
     """Return the source and the rows of data that a script passes.
 
     Args:
         data: A path, several paths, a table, or an iterable of rows.
         split: Split to take if the data has splits.
         default: Split to take if ``split`` is None.
+        most_rows: Limit on the rows, since an iterable may have no end.
 
     Returns:
         The path or paths, and None; or a name made from the content of the rows, and the rows.
@@ -81,10 +82,10 @@ def source_of(data: Any, split: str | None, default: str) -> tuple[Any, list[Any
         data = next((getattr(data, name)(*how) for name, *how in ways if hasattr(data, name)), None)
     if not isinstance(data, Iterable) or isinstance(data, bytes):
         raise TypeError(f"data is of type {kind}, expected paths, a table or an iterable of rows")
-    rows = list(itertools.islice(data, MOST_ROWS + 1))
-    if not 0 < len(rows) <= MOST_ROWS:
+    rows = list(itertools.islice(data, most_rows + 1))
+    if not 0 < len(rows) <= most_rows:
         found = (
-            f"more than {MOST_ROWS:,} rows or no end; write them to files" if rows else "no rows"
+            f"more than {most_rows:,} rows or no end; write them to files" if rows else "no rows"
         )
         raise ValueError(f"data of type {kind} has {found}; expected at least one")
     if any(map(_is_path, rows)):
@@ -203,6 +204,8 @@ def _rows_in(file: str) -> Iterator[tuple[str, Any]]:
         if kind in FORMATS[4:6]:
             cells: Any = {"dtype": str, "keep_default_na": False, "na_values": [""]}
             table = pandas.read_csv(file, sep="," if kind == ".csv" else "\t", **cells)
+            if not isinstance(table.index, pandas.RangeIndex):
+                raise ValueError("rows have more cells than the header")
             rows: Any = table.to_dict("records")
         else:
             where: Any = {"data_files": [glob.escape(file)], "split": "train"}
@@ -211,8 +214,9 @@ def _rows_in(file: str) -> Iterator[tuple[str, Any]]:
     except BackendNotInstalledError:
         raise
     except Exception as error:  # readers may raise any exception
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"data cannot be read ({file}): {error}, expected {expected}. Convert it, or pass its "
+            f"data cannot be read ({file}): {reason}, expected {expected}. Convert it, or pass its "
             "rows."
         ) from error
 

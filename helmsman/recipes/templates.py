@@ -23,12 +23,14 @@ _PARAGRAPHS = (
 
 
 def _chat(role: str, content: str, arguments: Any = None) -> Chat:
-    """Return a chat of a message after a user's one, perhaps with a tool call."""
+    """Return a short chat with a message of this role, perhaps with a tool call."""
     message: dict[str, Any] = {"role": role, "content": content}
     if arguments is not None:
         function = {"name": "f", "arguments": arguments}
         message["tool_calls"] = [{"type": "function", "id": "call00000", "function": function}]
-    return Chat([{"role": "user", "content": "hi"}, message][role == "user" :], {}, "chat")
+    user = {"role": "user", "content": "hi"}
+    chats = {"user": [message], "developer": [message, user], "assistant": [user, message]}
+    return Chat(chats[role], {}, "chat")
 
 
 class ChatTemplate:

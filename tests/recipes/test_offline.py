@@ -10,6 +10,7 @@ import pytest
 from helmsman.recipes import SFT
 from helmsman.recipes.examples import preferences, supervised
 from helmsman.recipes.prompts import ChatTokenizer
+from helmsman.recipes.rows import RowError
 from helmsman.recipes.settings import Data
 from tests.recipes.runs import lines
 
@@ -25,10 +26,10 @@ def tokenizer(model: Path) -> ChatTokenizer:
 @pytest.mark.parametrize(
     ("entry", "text", "num_trained"),
     [
-        ({"prompt": "1+1=", "answer": 2}, "<user>1+1=\n<assistant>2", 2),
-        ({"prompt": "1+1=", "completion": "2"}, "<user>1+1=\n<assistant>2", 2),
-        ({"messages": CHAT}, "<user>1+1=\n<assistant>2", 2),
-        ({"prompt": CHAT}, "<user>1+1=\n<assistant>2", 2),
+        ({"prompt": "1+1=", "answer": 2}, "<user>1+1=\n<assistant>2\n", 3),
+        ({"prompt": "1+1=", "completion": "2"}, "<user>1+1=\n<assistant>2\n", 3),
+        ({"messages": CHAT}, "<user>1+1=\n<assistant>2\n", 3),
+        ({"prompt": CHAT}, "<user>1+1=\n<assistant>2\n", 3),
         ({"text": "1+1=2"}, "1+1=2", 6),
         ({"prompt": "1+1=2"}, "1+1=2", 6),
         ({"input_ids": [4, 5, 6], "loss_mask": [0, 0, 1]}, "123", 1),
@@ -37,16 +38,18 @@ def tokenizer(model: Path) -> ChatTokenizer:
 def test_supervised_rows(
     tokenizer: ChatTokenizer, entry: dict[str, Any], text: str, num_trained: int
 ) -> None:
-    row = supervised(Data(train=""), tokenizer)("file", "line 1", entry)
+    row = supervised(Data(train=""), tokenizer)(entry)
     assert row.prompt == text
     assert sum(row.samples[0]["loss_mask"]) == num_trained
 
 
 def test_supervised_row_without_answer(tokenizer: ChatTokenizer) -> None:
     encode = supervised(Data(train=""), tokenizer)
-    message = "line 1 has 'prompt', 'level'; expected 'input_ids', 'messages', 'text', or 'prompt'"
-    with pytest.raises(ValueError, match=message):
-        encode("file", "line 1", {"prompt": "1+1=", "level": 3})
+    message = (
+        "the row has 'prompt', 'level', expected 'input_ids', 'messages', 'prompt' with 'answer'"
+    )
+    with pytest.raises(RowError, match=message):
+        encode({"prompt": "1+1=", "level": 3})
 
 
 @pytest.mark.parametrize(
@@ -58,11 +61,11 @@ def test_supervised_row_without_answer(tokenizer: ChatTokenizer) -> None:
     ],
 )
 def test_preference_rows(tokenizer: ChatTokenizer, entry: dict[str, Any]) -> None:
-    row = preferences(Data(train=""), tokenizer)("file", "line 1", entry)
+    row = preferences(Data(train=""), tokenizer)(entry)
     texts = [tokenizer.decode(sample["input_ids"]) for sample in row.samples]
-    assert texts == ["<user>1+1=\n<assistant>2", "<user>1+1=\n<assistant>33"]
-    with pytest.raises(ValueError, match="line 1 has no 'rejected'"):
-        preferences(Data(train=""), tokenizer)("file", "line 1", {"prompt": "x", "chosen": "y"})
+    assert texts == ["<user>1+1=\n<assistant>2\n", "<user>1+1=\n<assistant>33\n"]
+    with pytest.raises(RowError, match="'rejected' is null, expected a prompt with"):
+        preferences(Data(train=""), tokenizer)({"prompt": "x", "chosen": "y"})
 
 
 def test_sft_learns_and_resumes(model: Path, tmp_path: Path) -> None:

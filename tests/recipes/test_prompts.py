@@ -109,9 +109,9 @@ def test_load_dataset_num_in_both(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: "),
-        ('{"answer": 1}', "line 2: 'prompt' is None; expected a text, a list of"),
-        ('{"prompt": [{"role": "user"}]}', "line 2: 'prompt' is "),
+        ("{", r"line 2\): the line is not JSON"),
+        ('{"answer": 1}', r"line 2\): 'prompt' is null, expected messages with role and content"),
+        ('{"prompt": [{"role": "user"}]}', r"line 2\): 'prompt'\[0\].content is null"),
     ],
 )
 def test_load_dataset_malformed_line(folder: Path, tmp_path: Path, line: str, message: str) -> None:
