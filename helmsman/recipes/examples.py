@@ -22,12 +22,10 @@ def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
     trained on, and prompts are not.
     """
 
-    def encode(entry: dict[str, Any]) -> Row:
+    def encode(row: Any) -> Row:
+        form = "input_ids" if is_token_ids(row) else "text" if isinstance(row, str) else "messages"
+        entry = row if isinstance(row, dict) else {form: row}
         given = {key: value for key, value in entry.items() if value is not None}
-        if entry.keys() == {data.prompt_key} and given:
-            value = entry[data.prompt_key]
-            key = "text" if isinstance(value, str) else "messages"
-            given = {"input_ids" if is_token_ids(value) else key: value}
         chats = [key for key in ("messages", "conversations") if key in given]
         answers = [key for key in dict.fromkeys((data.answer_key, "completion")) if key in given]
         if "input_ids" in given:
@@ -64,7 +62,8 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
     a prompt, they are texts or chats that share their beginning.
     """
 
-    def encode(entry: dict[str, Any]) -> Row:
+    def encode(row: Any) -> Row:
+        entry: dict[str, Any] = row if isinstance(row, dict) else {}
         if missing := [name for name in _PAIR if entry.get(name) is None]:
             raise RowError(
                 f"{missing[0]!r} is null, expected a prompt with 'chosen' and 'rejected'"

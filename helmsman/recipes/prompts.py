@@ -255,14 +255,15 @@ def _end_tokens(folder: Path) -> list[int]:
     return [ids] if isinstance(ids, int) else ids or []
 
 
-Encode = Callable[[dict[str, Any]], Row]
-"""Makes a row, whose source may be empty, from an entry; raises RowError."""
+Encode = Callable[[Any], Row]
+"""Makes a row without a source from a mapping, a text, a chat or token ids; raises RowError."""
 
 
 def prompts(data: Data, tokenizer: ChatTokenizer) -> Encode:
     """Return the encoder of rows with prompts only."""
 
-    def encode(entry: dict[str, Any]) -> Row:
+    def encode(row: Any) -> Row:
+        entry = row if isinstance(row, dict) else {data.prompt_key: row}
         prompt = entry.get(data.prompt_key)
         text, ids = tokenizer.encode(prompt, variables_of(entry))
         answer = entry.get(data.answer_key)
@@ -335,9 +336,7 @@ def _read(
     """Return all usable rows of a source, as rows to train on."""
     rows: list[Row] = []
     num_rows, num_too_long, skipped = 0, 0, list[str]()
-    for name, place, entry in read_rows(
-        source, given, data.prompt_key, split, default, data.subset
-    ):
+    for name, place, entry in read_rows(source, given, split, default, data.subset):
         num_rows += 1
         try:
             if isinstance(entry, RowError):
@@ -362,9 +361,8 @@ def _read(
                 )
             num_too_long += 1
             continue
-        given_name = entry.get(data.source_key)
-        label = name if given_name is None else str(given_name)
-        rows.append(msgspec.structs.replace(row, source=label))
+        label = row.entry.get(data.source_key)
+        rows.append(msgspec.structs.replace(row, source=name if label is None else str(label)))
     if not rows:
         raise ValueError(
             f"data has no usable row ({source}): {num_too_long} of {num_rows} are longer than "

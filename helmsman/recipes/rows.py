@@ -122,18 +122,16 @@ def pick(splits: Mapping[Any, Any], split: str | None, default: str, where: str)
 def read_rows(
     source: str | Sequence[str],
     given: Mapping[Any, list[Any]],
-    key: str,
     split: str | None = None,
     default: str = "train",
     subset: str | None = None,
-) -> Iterator[tuple[str, str, dict[str, Any] | RowError]]:
+) -> Iterator[tuple[str, str, Any]]:
     """Yield (name of the file, place, row or error).
 
     Args:
         source: A file, a pattern of files, a dataset folder, several of these, or a key of
             ``given``.
         given: Rows that a script passed, by name.
-        key: Key under which rows that are not mappings are stored.
         split: Split of dataset folders.
         default: Split to take if ``split`` is None.
         subset: Subset (configuration) of dataset folders.
@@ -157,9 +155,7 @@ def read_rows(
             )
         for where, rows in parts:
             for label, row in rows:
-                entry = row if isinstance(row, RowError) else plain(row)
-                entry = entry if isinstance(entry, dict | RowError) else {key: entry}
-                yield Path(path if path in given else where).stem, f"{where}, {label}", entry
+                yield Path(path if path in given else where).stem, f"{where}, {label}", plain(row)
 
 
 def _numbered(rows: Iterable[Any], word: str = "row") -> Iterator[tuple[str, Any]]:

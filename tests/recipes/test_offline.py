@@ -29,15 +29,13 @@ def tokenizer(model: Path) -> ChatTokenizer:
         ({"prompt": "1+1=", "answer": 2}, "<user>1+1=\n<assistant>2\n", 3),
         ({"prompt": "1+1=", "completion": "2"}, "<user>1+1=\n<assistant>2\n", 3),
         ({"messages": CHAT}, "<user>1+1=\n<assistant>2\n", 3),
-        ({"prompt": CHAT}, "<user>1+1=\n<assistant>2\n", 3),
+        (CHAT, "<user>1+1=\n<assistant>2\n", 3),
         ({"text": "1+1=2"}, "1+1=2", 6),
-        ({"prompt": "1+1=2"}, "1+1=2", 6),
+        ("1+1=2", "1+1=2", 6),
         ({"input_ids": [4, 5, 6], "loss_mask": [0, 0, 1]}, "123", 1),
     ],
 )
-def test_supervised_rows(
-    tokenizer: ChatTokenizer, entry: dict[str, Any], text: str, num_trained: int
-) -> None:
+def test_supervised_rows(tokenizer: ChatTokenizer, entry: Any, text: str, num_trained: int) -> None:
     row = supervised(Data(train=""), tokenizer)(entry)
     assert row.prompt == text
     assert sum(row.samples[0]["loss_mask"]) == num_trained

@@ -24,7 +24,7 @@ def test_source_of_tables() -> None:
     for table in tables:
         assert read(table) == ROWS
     assert read(data_set.with_format("numpy")) == ROWS
-    assert read(frame["prompt"]) == [{"prompt": row["prompt"]} for row in ROWS]
+    assert read(frame["prompt"]) == [row["prompt"] for row in ROWS]
     with pytest.raises(ValueError, match="data of type DatasetDict has the splits a, b; expected"):
         read(datasets.DatasetDict(a=data_set, b=data_set))
 

@@ -28,7 +28,7 @@ def read(source: Any, **options: Any) -> list[Any]:
     """Return the rows of a file, a folder or Python objects."""
     path, rows = source_of(source, None, "train")
     given = {} if rows is None else {path: rows}
-    return [entry for _, _, entry in read_rows(path, given, "prompt", **options)]
+    return [entry for _, _, entry in read_rows(path, given, **options)]
 
 
 def write(path: Path, rows: list[Any] = ROWS) -> Path:
@@ -54,8 +54,8 @@ def test_plain_numpy_and_subclasses() -> None:
 
 
 def test_source_of_iterables() -> None:
-    assert read(str(n) for n in range(2)) == [{"prompt": "0"}, {"prompt": "1"}]
-    assert read([CHAT, [4, 5], ROWS[0]]) == [{"prompt": CHAT}, {"prompt": [4, 5]}, ROWS[0]]
+    assert read(str(n) for n in range(2)) == ["0", "1"]
+    assert read([CHAT, (4, 5), ROWS[0]]) == [CHAT, [4, 5], ROWS[0]]
     assert source_of(["1"], None, "train")[0] != source_of(["2"], None, "train")[0]
     assert source_of(["\ud800"], None, "train")[0].startswith("rows-1-")
 
@@ -101,7 +101,7 @@ def test_read_rows_of_several_files(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.jsonl", ROWS[:1]), write(tmp_path / "b.jsonl", ROWS[1:])
     for source in ((a, b), [str(a), str(b)], str(tmp_path / "*.jsonl"), tmp_path.glob("?.jsonl")):
         assert sorted(read(source), key=str) == ROWS
-    found = list(read_rows((str(a), str(b)), {}, "prompt"))
+    found = list(read_rows((str(a), str(b)), {}))
     assert [(name, place) for name, place, _ in found] == [
         ("a", f"{a}, line 1"),
         ("b", f"{b}, line 1"),
@@ -143,7 +143,7 @@ def test_read_rows_of_json(tmp_path: Path) -> None:
     path.write_text(json.dumps(ROWS[0], indent=1))
     assert read(path) == ROWS[:1]
     path.write_text('["1+1=", NaN]')
-    assert read(path) == [{"prompt": "1+1="}, {"prompt": None}]
+    assert read(path) == ["1+1=", None]
     path.write_text('{"prompt": "x"\n')
     (error,) = read(path)
     assert str(error).startswith("the line is not JSON (Expecting")
