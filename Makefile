@@ -7,7 +7,7 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 PY := .venv/bin/python
 STAMP := .venv/.stamp
-EXTRAS := ray,torch,tensordict,server,examples,metrics
+EXTRAS := ray,torch,tensordict,server,data,examples,metrics
 RAY ?=
 PY_RAY := .venv-ray-$(patsubst %.*,%,$(RAY))/bin/python
 STAMP_RAY := .venv-ray-$(patsubst %.*,%,$(RAY))/.stamp

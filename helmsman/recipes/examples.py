@@ -41,7 +41,7 @@ def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
                     "(data.answer_key)"
                 )
             answer = {repr(answers[0]): _text_of(given[answers[0]])}
-            (samples,) = tokenizer.answers(given[data.prompt_key], answer, variables_of(given))
+            samples = tokenizer.answers(given[data.prompt_key], answer, variables_of(given))
             return _row(entry, tokenizer, samples)
         if "text" in given:
             if not isinstance(given["text"], str) or not given["text"]:
@@ -65,10 +65,10 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
     def encode(row: Any) -> Row:
         entry: dict[str, Any] = row if isinstance(row, dict) else {}
         if missing := [name for name in _PAIR if entry.get(name) is None]:
-            raise RowError(
-                f"{missing[0]!r} is null, expected a prompt with 'chosen' and 'rejected'"
-            )
-        pair = {repr(name): _text_of(entry[name]) for name in _PAIR}
+            raise unlike(repr(missing[0]), None, "a prompt with 'chosen' and 'rejected'")
+        pair: dict[str, Any] = {repr(name): _text_of(entry[name]) for name in _PAIR}
+        chosen: Any
+        rejected: Any
         prompt = entry.get(data.prompt_key)
         if prompt is None:
             are_texts = all(isinstance(each, str) for each in pair.values())
@@ -78,26 +78,23 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
             shared = common(chosen, rejected)
             if are_texts and chosen[:shared].endswith(" "):
                 shared -= 1  # tokens begin with a space rather than end with one
-            if not shared:
-                raise RowError(
-                    f"{data.prompt_key!r} is null, expected a prompt, or one at the "
-                    "beginning of both 'chosen' and 'rejected'"
-                )
             prompt, ends = chosen[:shared], (chosen[shared:], rejected[shared:])
+            if not (prompt and all(ends)):
+                raise unlike(
+                    repr(data.prompt_key), None, "a prompt, or the same beginning of both answers"
+                )
             if are_texts:
                 return _row(entry, tokenizer, tokenizer.continuations(prompt, ends))
             pair = dict(zip(pair, ends, strict=True))
-        found = tokenizer.answers(prompt, pair, variables_of(entry))
-        samples = [sample for each in found for sample in each]
+        samples = tokenizer.answers(prompt, pair, variables_of(entry))
         if len(samples) != len(_PAIR):
             raise RowError(
                 "'chosen' or 'rejected' has turns that the chat template renders otherwise when "
                 "others follow, expected a template that only appends"
             )
         start = min(each["loss_mask"].index(1) for each in samples)
-        for sample in samples:
-            own = sample["loss_mask"].index(1)
-            sample["loss_mask"][start:own] = [1] * (own - start)
+        for mask in (each["loss_mask"] for each in samples):
+            mask[start : mask.index(1)] = [1] * (mask.index(1) - start)
         return _row(entry, tokenizer, samples)
 
     return encode
@@ -108,10 +105,10 @@ def _tokenized(entry: dict[str, Any], tokenizer: ChatTokenizer) -> Sample:
     if not is_token_ids(ids):
         raise unlike("'input_ids'", ids, "token ids")
     masks = {name: entry[name] for name in _MASKS if name in entry}
-    if isinstance(labels := entry.get("labels"), list):
+    if isinstance(labels := entry.get("labels", []), list) and "labels" in entry:
         masks["labels"] = [int(each != -100) for each in labels]
         if any(each not in (-100, id_) for each, id_ in zip(labels, ids, strict=False)):
-            raise RowError("'labels' differs from 'input_ids', expected the same tokens or -100")
+            raise unlike("'labels'", labels, "the token ids or -100")
     for name, mask in masks.items():
         if not isinstance(mask, list) or len(mask) != len(ids) or not {0, 1}.issuperset(mask):
             raise unlike(repr(name), mask, f"{len(ids)} numbers of 0 and 1")

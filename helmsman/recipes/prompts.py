@@ -73,7 +73,7 @@ class ChatTokenizer(FolderTokenizer):
                 raise ValueError(
                     f"data.chat_template, {data.chat_template}, is not UTF-8 text: {error}"
                 ) from error
-        self._system = data.system_prompt
+        self._system, self._field = data.system_prompt, repr(data.prompt_key)
         stops = {self.eos_id, *_end_tokens(Path(folder))}
         self._template = ChatTemplate(self._tokenizer, data.template_args, self._system, stops)
         self.end_id = self._template.end_id if self._template.is_given else self.eos_id
@@ -98,10 +98,11 @@ class ChatTokenizer(FolderTokenizer):
             RowError: The prompt has another form, or the template refuses it.
         """
         if is_token_ids(prompt):
-            return str(self._tokenizer.decode(self.known(prompt, "'prompt'"))), prompt
+            return str(self._tokenizer.decode(self.known(prompt, self._field))), prompt
         if (text := self._written(prompt)) is not None:
             return text, self._whole(text)
-        chat = Chat(messages_of(prompt, "'prompt'", "user"), dict(variables or {}), "'prompt'")
+        messages = messages_of(prompt, self._field, "user")
+        chat = Chat(messages, dict(variables or {}), self._field)
         is_begun = chat.messages[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
         text = self._template.render(chat, **how)
@@ -114,8 +115,8 @@ class ChatTokenizer(FolderTokenizer):
 
     def answers(
         self, prompt: Any, answers: Mapping[str, Any], variables: dict[str, Any]
-    ) -> list[list[Sample]]:
-        """Return the samples of each answer, which train on the assistant's turns in it.
+    ) -> list[Sample]:
+        """Return samples that train on the assistant's turns of answers to a prompt.
 
         Args:
             prompt: A text, a message, messages or token ids.
@@ -127,21 +128,20 @@ class ChatTokenizer(FolderTokenizer):
         """
         are_texts = all(isinstance(each, str) for each in answers.values())
         if is_token_ids(prompt) and are_texts:
-            begin = self.known(prompt, "'prompt'")
+            begin = self.known(prompt, self._field)
             end = [] if self.end_id is None else [self.end_id]
             ids = [begin + self._template.ids(each) + end for each in answers.values()]
-            return [[_sample(each, len(begin))] for each in ids]
+            return [_sample(each, len(begin)) for each in ids]
         if (written := self._written(prompt)) is not None and are_texts:
-            return [[each] for each in self.continuations(written, list(answers.values()))]
-        before = messages_of(prompt, "'prompt'", "user")
-        samples = []
+            return self.continuations(written, list(answers.values()))
+        before, samples = messages_of(prompt, self._field, "user"), list[Sample]()
         for field, answer in answers.items():
             after = messages_of(answer, field, "assistant")
             after = after[len(before) :] if after[: len(before)] == before else after
             if not after or after[0]["role"] != "assistant":
                 raise unlike(field, answer, "the assistant's answer")
-            chat = Chat(before + after, variables, f"'prompt' + {field}")
-            samples.append(self.turns(chat, len(before)))
+            chat = Chat(before + after, variables, f"{self._field} + {field}")
+            samples += self.turns(chat, len(before))
         return samples
 
     def continuations(self, text: str, answers: Sequence[str]) -> list[Sample]:
@@ -201,8 +201,7 @@ class ChatTokenizer(FolderTokenizer):
 
     def known(self, ids: list[int], field: str) -> list[int]:
         """Return token ids, which must be in the vocabulary."""
-        if max(ids) >= len(self._tokenizer):
-            size = len(self._tokenizer)
+        if max(ids) >= (size := len(self._tokenizer)):
             raise RowError(f"{field} has the token {max(ids)}, expected less than {size}")
         return ids
 
@@ -297,11 +296,13 @@ def load_dataset(
         ValueError: A row is invalid (with its place), or there are too few rows.
         OSError: A file cannot be read.
     """
-    encode = encode or prompts(data, tokenizer)
-    read = _read(data, data.train, data.split, "train", rows or {}, encode)
+    encode, given = encode or prompts(data, tokenizer), rows or {}
+    found = read_rows(data.train, given, data.split, "train", data.subset)
+    read = _read(data.train, found, data, encode)
     if data.held_out is not None or data.held_out_split is not None:
         source = data.train if data.held_out is None else data.held_out
-        more = _read(data, source, data.held_out_split, "test", rows or {}, encode)
+        found = read_rows(source, given, data.held_out_split, "test", data.subset)
+        more = _read(source, found, data, encode)
         trained_on = {row.prompt for row in read.train}
         return Dataset(
             read.train,
@@ -326,17 +327,12 @@ def load_dataset(
 
 
 def _read(
-    data: Data,
-    source: str | Sequence[str],
-    split: str | None,
-    default: str,
-    given: Mapping[Any, list[Any]],
-    encode: Encode,
+    source: Any, found: Iterator[tuple[str, str, Any]], data: Data, encode: Encode
 ) -> Dataset:
-    """Return all usable rows of a source, as rows to train on."""
+    """Return all usable rows, as rows to train on."""
     rows: list[Row] = []
     num_rows, num_too_long, skipped = 0, 0, list[str]()
-    for name, place, entry in read_rows(source, given, split, default, data.subset):
+    for name, place, entry in found:
         num_rows += 1
         try:
             if isinstance(entry, RowError):

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
 
@@ -82,8 +82,8 @@ class Recipe(abc.ABC, Generic[S]):
         if model is not None:
             given["model"] = str(model)
         if data is not None:
-            is_section = isinstance(data, Mapping) and not hasattr(data, "column_names")
-            given["data"] = dict(data) if is_section else {"train": data}
+            is_rows = not isinstance(data, Mapping) or hasattr(data, "column_names")
+            given["data"] = {"train": data} if is_rows else dict(cast(Mapping[str, Any], data))
         section = given.get("data", {})
         for key, split, default in (
             ("train", "split", "train"),

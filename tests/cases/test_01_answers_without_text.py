@@ -50,7 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("DPO", {"prompt": "hi", "chosen": [says(None)], "rejected": "no"}, "'chosen'[0].content"),
         ("DPO", {"prompt": "hi", "chosen": "yes", "rejected": NAN}, "'rejected' is null"),
         ("DPO", {"prompt": "hi", "chosen": "yes", "rejected": ""}, "'rejected' is ''"),
-        ("DPO", {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "'chosen' is []"),
+        ("DPO", {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "'prompt' is null"),
+        ("DPO", {"chosen": "the same", "rejected": "the same"}, "'prompt' is null"),
     ],
 )
 def test_refused(recipe: str, row: dict[str, Any], field: str, folder: Path) -> None:

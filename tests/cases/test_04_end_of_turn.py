@@ -62,7 +62,7 @@ def test_turns_of_a_chat(template: str | None, trained: list[str], tmp_path: Pat
 def test_pairs(row: dict[str, Any], trained: list[str] | None, tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path, EOT)
     if trained is None:
-        with pytest.raises(ValueError, match="'chosen' is .., expected"):
+        with pytest.raises(ValueError, match="'prompt' is null, expected a prompt, or the same"):
             load("DPO", [row], folder)
         return
     (found,) = load("DPO", [row], folder)

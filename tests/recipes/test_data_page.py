@@ -151,7 +151,8 @@ def _hub(folder: Path) -> Path:
 
 def _make(path: Path) -> Path:
     """Write the rows as the name of a file or folder says."""
-    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(path.suffix)
+    packers: dict[str, Any] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    pack = packers.get(path.suffix)
     if path.suffix in (".parquet", ".arrow"):
         return _table(path)
     if path.suffix in (".csv", ".tsv"):

@@ -127,13 +127,13 @@ def test_load_dataset_given_rows(folder: Path) -> None:
     question = chat(("user", "1+1="))
     verl = {"prompt": question, "data_source": "sums", "reward_model": {"ground_truth": "2"}}
     rows = ["1+1=", question, [4, 5, 6], {"prompt": "2+2=", "answer": "4"}, verl]
-    found = load_dataset(Data(train="rows"), tokenizer, 0, rows).train
+    found = load_dataset(Data(train="rows"), tokenizer, 0, {"rows": rows}).train
     assert [row.prompt for row in found[:2]] == ["<user>1+1=\n<assistant>"] * 2
     assert found[2].prompt_ids == [4, 5, 6]
     assert found[3].answer == "4"
     assert (found[4].answer, found[4].source) == ("2", "sums")
-    with pytest.raises(ValueError, match="row 2 of the data: 'prompt' is 7; expected a text"):
-        load_dataset(Data(train="rows"), tokenizer, 0, ["x", 7])
+    with pytest.raises(ValueError, match=r"\(data, row 2\): 'prompt' is 7, expected messages"):
+        load_dataset(Data(train="rows"), tokenizer, 0, {"rows": ["x", 7]})
 
 
 def test_load_dataset_row_fields(folder: Path, tmp_path: Path) -> None:

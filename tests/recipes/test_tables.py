@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,10 @@ def test_plain_tables() -> None:
 
 def test_read_rows_of_csv(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    rows = [{"prompt": 'a, "b"\nc', "answer": "007"}, {"prompt": "None", "answer": None}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": 'a, "b"\nc', "answer": "007"},
+        {"prompt": "None", "answer": None},
+    ]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, ("prompt", "answer"))
         writer.writeheader()

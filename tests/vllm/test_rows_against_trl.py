@@ -426,7 +426,7 @@ def check(form: str, case: Case, name: str, counts: Counter[str]) -> None:
     encode = (preferences if case.is_pair else supervised)(data, tokenizer)
     refusal = ""
     try:
-        (row,) = load_dataset(data, tokenizer, 0, {source: rows}, encode).train
+        (row,) = load_dataset(data, tokenizer, 0, {source: rows or []}, encode).train
     except ValueError as error:
         refusal = str(error)
     if not refusal:

@@ -6,11 +6,11 @@ import bz2
 import collections
 import enum
 import gzip
-import importlib.util
 import itertools
 import json
 import lzma
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,10 +186,12 @@ def test_read_rows_damaged_compression(tmp_path: Path) -> None:
             read(path)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="it is installed")
-def test_dataset_folder_names_install_command(tmp_path: Path) -> None:
-    with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[data\]'"):
-        read(tmp_path)
+def test_read_rows_names_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "rows.csv").write_text("prompt\n1\n")
+    for source in (tmp_path, tmp_path / "rows.csv"):
+        with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[data\]'"):
+            read(source)
 
 
 def test_is_path_only_of_files() -> None:
