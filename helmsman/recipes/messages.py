@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,7 +28,7 @@ class _Message(msgspec.Struct):
     tool_calls: list[dict[str, Any]] = []
 
 
-class Chat(NamedTuple):
+class Chat(msgspec.Struct, frozen=True):
     """Messages, and the other variables of the chat template."""
 
     messages: Messages
@@ -38,11 +38,12 @@ class Chat(NamedTuple):
 
     def first(self, count: int) -> Chat:
         """Return the chat of the first messages."""
-        return self._replace(messages=self.messages[:count])
+        return Chat(self.messages[:count], self.variables, self.field)
 
     def changed(self, at: int, message: dict[str, Any]) -> Chat:
         """Return the chat with another message at an index."""
-        return self._replace(messages=[*self.messages[:at], message, *self.messages[at + 1 :]])
+        messages = [*self.messages[:at], message, *self.messages[at + 1 :]]
+        return Chat(messages, self.variables, self.field)
 
 
 def is_token_ids(value: Any) -> bool:

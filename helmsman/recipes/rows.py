@@ -91,7 +91,10 @@ def source_of(
     if any(map(_is_path, rows)):
         return tuple(map(str, rows)), None
     rows = plain(rows)
-    return f"rows-{len(rows)}-{hashlib.sha256(repr(rows).encode()).hexdigest()[:12]}", rows
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(row).encode())
+    return f"rows-{len(rows)}-{digest.hexdigest()[:12]}", rows
 
 
 def _is_path(value: Any) -> bool:
@@ -155,7 +158,8 @@ def read_rows(
             )
         for where, rows in parts:
             for label, row in rows:
-                yield Path(path if path in given else where).stem, f"{where}, {label}", plain(row)
+                entry = row if path in given else plain(row)
+                yield Path(path if path in given else where).stem, f"{where}, {label}", entry
 
 
 def _numbered(rows: Iterable[Any], word: str = "row") -> Iterator[tuple[str, Any]]:

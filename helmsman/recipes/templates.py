@@ -105,8 +105,9 @@ class ChatTemplate:
 
     def marked(self, chat: Chat) -> dict[str, list[int]] | None:
         """Return a sample by the template's marks of generated text, if it has marks."""
-        template = self._variables.get("chat_template")
-        template = self._tokenizer.get_chat_template(template, chat.variables.get("tools"))
+        variables = self._variables | chat.variables
+        given = variables.get("chat_template")
+        template = self._tokenizer.get_chat_template(given, variables.get("tools"))
         if not _MARKS.search(template):
             return None
         found = self._apply(chat, return_dict=True, return_assistant_tokens_mask=True)
@@ -135,7 +136,8 @@ class ChatTemplate:
             if "tool_calls" in message
         ]
         if chat.variables.get("tools"):
-            others.append(("'tools'", chat._replace(variables={**chat.variables, "tools": None})))
+            without = Chat(messages, {**chat.variables, "tools": None}, chat.field)
+            others.append(("'tools'", without))
         for field, other in others:
             if self._try(other, **how) == text:
                 raise RowError(

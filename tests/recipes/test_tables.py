@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helmsman.recipes import SFT
 from helmsman.recipes.rows import plain
 from tests.unit.recipes.test_rows import ROWS, read, write
 
@@ -111,3 +112,26 @@ def test_read_rows_of_folder_with_subsets(tmp_path: Path) -> None:
     assert read(tmp_path, subset="b") == ROWS[1:]
     with pytest.raises(ValueError, match="pick one among the available configs: .'a', 'b'"):
         read(tmp_path)
+
+
+def test_recipe_of_data_sets(model: Path) -> None:
+    made = datasets.DatasetDict(
+        train=datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "2"}] * 3),
+        test=datasets.Dataset.from_list([{"prompt": "2+2=", "answer": "4"}]),
+    )
+    whole = SFT(model, made)
+    parts = SFT(model, {"train": made["train"], "held_out": made["test"]})
+    chosen = SFT(model, {"train": made, "split": "test"})
+    for recipe, sizes in ((whole, (3, 0)), (parts, (3, 1)), (chosen, (1, 0))):
+        recipe.load()
+        assert (len(recipe.dataset.train), len(recipe.dataset.held_out)) == sizes
+
+
+def test_recipe_of_splits_of_a_folder(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+1=", "answer": number} for number in range(4)]
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "test.jsonl", rows[:1])
+    recipe = SFT(model, {"train": tmp_path, "held_out_split": "test"})
+    recipe.load()
+    assert (len(recipe.dataset.train), len(recipe.dataset.held_out)) == (4, 1)
+    assert recipe.dataset.num_in_both == 1
