@@ -263,7 +263,9 @@ def prompts(data: Data, tokenizer: ChatTokenizer) -> Encode:
 
     def encode(row: Any) -> Row:
         entry = row if isinstance(row, dict) else {data.prompt_key: row}
-        prompt = entry.get(data.prompt_key)
+        if (prompt := entry.get(data.prompt_key)) is None:
+            keys = ", ".join(map(repr, entry))
+            raise RowError(f"the row has {keys}, expected {data.prompt_key!r} (data.prompt_key)")
         text, ids = tokenizer.encode(prompt, variables_of(entry))
         answer = entry.get(data.answer_key)
         if answer is None and isinstance(entry.get("reward_model"), Mapping):

@@ -46,7 +46,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ("DPO", {"prompt": [USER], "chosen": "a", "rejected": 1 + 1j}, r"'rejected' is \(1\+1j\)"),
         ("GRPO", {"prompt": [USER, USER]}, "'prompt' is refused .*roles must alternate"),
         ("GRPO", {"prompt": "\ud800"}, "a text is .*, expected valid Unicode"),
-        ("GRPO", {"answer": "1"}, "'prompt' is null, expected messages"),
+        ("GRPO", {"answer": "1"}, "the row has 'answer', expected 'prompt'"),
     ],
 )
 def test_error_names_row_and_field(

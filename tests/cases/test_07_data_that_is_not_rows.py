@@ -87,7 +87,7 @@ def test_held_out_rows(folder: Path) -> None:
         ([["1+1="], ["2+2="]], r"\(data, row 1\): 'prompt' is \['1\+1='\], expected"),
         (itertools.repeat(("prompt", "1+1="), 2), r"\(data, row 1\): 'prompt' is \['prompt'"),
         (numpy.array([[0.5, 0.5]]), r"\(data, row 1\): 'prompt' is \[0.5, 0.5\]"),
-        ([{"train": ROWS}], r"\(data, row 1\): 'prompt' is null"),
+        ([{"train": ROWS}], r"\(data, row 1\): the row has 'train', expected 'prompt'"),
         ({"prompt": ["1+1="], "answer": ["2"]}, "there is no setting 'data.prompt'"),
         ("What is 1+1?", r"data cannot be read \(What is 1\+1\?\): no such file or folder"),
     ],

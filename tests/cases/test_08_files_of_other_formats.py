@@ -78,13 +78,13 @@ def zipped(path: Path) -> None:
         ("rows.jsonl", b"\n", "data has no usable row"),
         ("rows.json", b"[]", "data has no usable row"),
         ("rows.json", b'{"data": [1', r"line 1\): the line is not JSON"),
-        ("rows.json", b'{"data": [{"prompt": "1"}]}', r"row 1\): 'prompt' is null"),
+        ("rows.json", b'{"data": [{"prompt": "1"}]}', r"row 1\): the row has 'data'"),
         (
             "rows.jsonl",
             b"[1, 2]\n[3,\n",
             r"line 1\): 'prompt' is \[1, 2\]|line 2\): the line is not",
         ),
-        ("rows.csv", b"prompt;answer\n1+1=;2\n", r"row 1\): 'prompt' is null"),
+        ("rows.csv", b"prompt;answer\n1+1=;2\n", r"row 1\): the row has 'prompt;answer'"),
     ],
 )
 def test_refused(name: str, content: Any, message: str, folder: Path, tmp_path: Path) -> None:

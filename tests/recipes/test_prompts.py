@@ -110,7 +110,7 @@ def test_load_dataset_num_in_both(folder: Path, tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", r"line 2\): the line is not JSON"),
-        ('{"answer": 1}', r"line 2\): 'prompt' is null, expected messages with role and content"),
+        ('{"answer": 1}', r"line 2\): the row has 'answer', expected 'prompt'"),
         ('{"prompt": [{"role": "user"}]}', r"line 2\): 'prompt'\[0\].content is null"),
     ],
 )
