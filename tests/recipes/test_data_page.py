@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from helmsman.recipes import DPO, GRPO, SFT
+from helmsman.recipes.ending import summarize
 from helmsman.recipes.prompts import Row
 from helmsman.recipes.tiny_model import make_tokenizer
 from tests.unit.recipes.test_rows import read, write
@@ -189,7 +190,8 @@ def test_printed_line(model: Path) -> None:
         "the row has 'prompt', expected "
     )
     assert line.endswith("; the longest has 23 tokens; end-of-turn token: '<eot>'")
-    assert recipe.dataset.num_rows == 5
+    summary = summarize(recipe.settings, recipe.dataset, [], seconds=1.0)
+    assert (summary.num_rows, summary.num_too_long, summary.num_skipped) == (5, 1, 1)
 
 
 def test_no_usable_row(model: Path) -> None:
