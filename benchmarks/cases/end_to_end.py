@@ -43,7 +43,7 @@ def _declare(side: str, width: int) -> None:
         if side == "trl" and importlib.util.find_spec("trl") is None:
             raise SkippedError(
                 "TRL is not installed, so there is nothing to compare with. "
-                "Run: pip install 'helmsman[bench]'"
+                "Run: pip install 'helmsman-rl[bench]'"
             )
         return Pair(
             ours=lambda: _tokens_per_s("helmsman", width),

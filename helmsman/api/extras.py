@@ -28,7 +28,7 @@ EXTRA_OF: Mapping[str, str] = {
 
 def install_command(package: str) -> str:
     """Return the command that installs a package of EXTRA_OF."""
-    return f"pip install 'helmsman[{EXTRA_OF[package]}]'"
+    return f"pip install 'helmsman-rl[{EXTRA_OF[package]}]'"
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLATFORM_ENV_VAR = "HELMSMAN_PLATFORM"
-TORCH_COMMAND = "pip install 'helmsman[torch]'"
+TORCH_COMMAND = "pip install 'helmsman-rl[torch]'"
 TORCH_NPU_COMMAND = "pip install torch_npu (the version that matches torch and CANN)"
 
 

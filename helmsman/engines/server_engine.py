@@ -50,7 +50,7 @@ class ServerEngine(InferenceEngine):
     """A rollout instance served by an inference server process: vLLM's OpenAI server, or SGLang.
 
     The worker needs one leased port (``SchedulingSpec(port_count=1)``) and the package aiohttp
-    (``helmsman[server]``). The server sees the worker's devices, and ends with the worker.
+    (``helmsman-rl[server]``). The server sees the worker's devices, and ends with the worker.
 
     Args:
         config: The configuration. Alternatively, pass its fields as keyword arguments.

@@ -235,7 +235,7 @@ def test_forced_kind_without_devices(platform: Process, kind: str, mask: str | N
     ("forced", "has_torch", "message"),
     [
         ("npu", True, "'torch_npu', which cannot be imported.*pip install torch_npu"),
-        ("cuda", False, r"pip install 'helmsman\[torch\]'"),
+        ("cuda", False, r"pip install 'helmsman-rl\[torch\]'"),
         ("tpu", True, "HELMSMAN_PLATFORM is 'tpu'; set it to one of: cpu, cuda, npu"),
     ],
 )
@@ -257,7 +257,7 @@ def test_platform_without_torch_is_cpu(platform: Process) -> None:
     platform.seed(1)
     platform.empty_cache()
     with pytest.raises(
-        PlatformError, match=r"a torch.device needs .*pip install 'helmsman\[torch\]'"
+        PlatformError, match=r"a torch.device needs .*pip install 'helmsman-rl\[torch\]'"
     ):
         platform.device()
 

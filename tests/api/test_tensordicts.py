@@ -191,7 +191,7 @@ def test_tensordict_names_install_command(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "tensordict", None)
     for make in (batch.to_tensordict, lambda: Batch.from_tensordict(tensordict)):
         with pytest.raises(
-            BackendNotInstalledError, match=re.escape("pip install 'helmsman[tensordict]'")
+            BackendNotInstalledError, match=re.escape("pip install 'helmsman-rl[tensordict]'")
         ) as caught:
             make()
         assert caught.value.package == "tensordict"

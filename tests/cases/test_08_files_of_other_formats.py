@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_read(name: str, content: bytes, folder: Path, tmp_path: Path) -> None:
     if "sv" in name and not HAS_DATASETS:
-        pytest.skip("needs pip install 'helmsman[data]'")
+        pytest.skip("needs pip install 'helmsman-rl[data]'")
     (tmp_path / name).write_bytes(content)
     (row,) = load("GRPO", tmp_path / name, folder)
     assert (row.entry["prompt"], row.answer) == ("1+1=", "2")
@@ -89,7 +89,7 @@ def zipped(path: Path) -> None:
 )
 def test_refused(name: str, content: Any, message: str, folder: Path, tmp_path: Path) -> None:
     if name.endswith((".parquet", ".arrow", ".csv")) and not HAS_DATASETS:
-        pytest.skip("needs pip install 'helmsman[data]'")
+        pytest.skip("needs pip install 'helmsman-rl[data]'")
     path = tmp_path / name
     content(path) if callable(content) else path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:

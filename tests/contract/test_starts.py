@@ -301,7 +301,7 @@ except errors.BackendNotInstalledError as error:
     if backend == "ray":
         message = driver.facts()["error"]
         assert "RayScheduler needs the package 'ray'" in message
-        assert "pip install 'helmsman[ray]'" in message
+        assert "pip install 'helmsman-rl[ray]'" in message
     else:
         assert driver.facts() == {"sum": 5, "ray": False}
     assert driver.wait() == 0

@@ -74,7 +74,7 @@ def test_sdist_has_tracked_files(sdist: Path, tracked: set[str]) -> None:
     made = {
         name
         for name in names
-        if name in ("PKG-INFO", "setup.cfg") or name.startswith("helmsman.egg-info/")
+        if name in ("PKG-INFO", "setup.cfg") or name.startswith("helmsman_rl.egg-info/")
     }
     hidden = {name for name in tracked if name.startswith(".")}  # files of the repository itself
     assert {"README.md", "Makefile", "tests/conftest.py", "helmsman/py.typed"} <= names
@@ -89,6 +89,8 @@ def test_wheel_has_only_package(wheel: Path, tracked: set[str]) -> None:
         scripts = archive.read(f"{info}/entry_points.txt").decode()
     assert "helmsman/py.typed" in names
     assert names == {name for name in tracked if name.startswith("helmsman/")}
+    assert "Name: helmsman-rl\n" in metadata
+    assert "License-Expression: Apache-2.0\n" in metadata
     assert "Requires-Python: >=3.11" in metadata
     assert set(re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)) == {
         "cloudpickle",

@@ -293,7 +293,7 @@ def test_driver_imports_without_torch_numpy_ray() -> None:
     assert {line.split()[0] for line in missing} == PUBLIC_FOR_RAY
     for line in missing:
         assert "BackendNotInstalledError" in line
-        assert "pip install 'helmsman[ray]'" in line
+        assert "pip install 'helmsman-rl[ray]'" in line
 
 
 def test_ray_modules_import_without_torch() -> None:

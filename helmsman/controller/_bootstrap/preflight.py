@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
         ray = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError as error:
         raise PreflightError(
-            "Ray is not installed on this node: pip install 'helmsman[ray]'"
+            "Ray is not installed on this node: pip install 'helmsman-rl[ray]'"
         ) from error
     return {"python": platform.python_version(), "ray": ray, "helmsman": __version__}
 

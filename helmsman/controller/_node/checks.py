@@ -168,7 +168,7 @@ def _address(seen: Observed) -> Check:
 def _versions(seen: Observed) -> list[Check]:
     checks = [Check(name, version) for name, version in seen.versions.items() if version]
     if not seen.versions.get("ray"):
-        advice = "Only the local and inline schedulers work: pip install 'helmsman[ray]'"
+        advice = "Only the local and inline schedulers work: pip install 'helmsman-rl[ray]'"
         checks.append(Check("ray", "not installed", "warn", advice))
     return checks
 

@@ -51,7 +51,7 @@ def require_vllm() -> None:
     if found and (int(found[1]), int(found[2])) < OLDEST:
         raise UnsupportedVLLMError(
             f"the installed vLLM is {text}; VLLMEngine supports {_OLDEST_TEXT} and later. "
-            "Install one of these with: pip install 'helmsman[vllm]'"
+            "Install one of these with: pip install 'helmsman-rl[vllm]'"
         )
 
 
@@ -89,7 +89,7 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
     except ImportError as error:
         raise UnsupportedVLLMError(
             f"the installed vLLM lacks a part that VLLMEngine uses: {error}. It is tested with "
-            f"vLLM {_OLDEST_TEXT}; install it with: pip install 'helmsman[vllm]'"
+            f"vLLM {_OLDEST_TEXT}; install it with: pip install 'helmsman-rl[vllm]'"
         ) from error
 
     class Listener(StatLoggerBase):  # type: ignore[misc, unused-ignore]

@@ -63,7 +63,7 @@ def test_vllm_environment_npu_wake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_vllm_engine_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[vllm\]'"):
+    with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman-rl\[vllm\]'"):
         VLLMEngine(model="anywhere")
 
 

@@ -35,4 +35,4 @@ def test_extra_of_matches_pyproject() -> None:
 
 @pytest.mark.parametrize("extra", FOR_USERS)
 def test_install_page_has_install_command(extra: str) -> None:
-    assert f"pip install 'helmsman[{extra}]'" in (ROOT / "docs/install.md").read_text()
+    assert f"pip install 'helmsman-rl[{extra}]'" in (ROOT / "docs/install.md").read_text()

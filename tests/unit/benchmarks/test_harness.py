@@ -133,7 +133,7 @@ def test_main_skipped_case(
     assert main(["end_to_end.width_128", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "end_to_end.width_128: skipped. TRL is not installed" in printed
-    assert "pip install 'helmsman[bench]'" in printed
+    assert "pip install 'helmsman-rl[bench]'" in printed
 
 
 def test_main_reports_working_cases(

@@ -67,7 +67,7 @@ def test_reward_format() -> None:
 
 def test_reward_math_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[math\]'"):
+    with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman-rl\[math\]'"):
         make_caller(Reward(use="math"))
 
 

@@ -190,7 +190,7 @@ def test_read_rows_names_install_command(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "rows.csv").write_text("prompt\n1\n")
     for source in (tmp_path, tmp_path / "rows.csv"):
-        with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[data\]'"):
+        with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman-rl\[data\]'"):
             read(source)
 
 

@@ -17,7 +17,7 @@ from tests.unit.recipes.data import settings
 def test_require_trackers_names_install_command(name: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed here")
-    with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[tracking\]'"):
+    with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman-rl\[tracking\]'"):
         require_trackers(settings(("tracking.to", f'["console", "{name}"]')))
 
 

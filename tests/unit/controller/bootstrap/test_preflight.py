@@ -229,12 +229,12 @@ def test_versions_without_ray(tmp_path: Path) -> None:
         text=True,
         check=True,
     ).stdout
-    assert output == "Ray is not installed on this node: pip install 'helmsman[ray]'\n"
+    assert output == "Ray is not installed on this node: pip install 'helmsman-rl[ray]'\n"
 
 
 def test_versions() -> None:
     assert versions() == {
         "python": platform.python_version(),
         "ray": version("ray"),
-        "helmsman": version("helmsman"),
+        "helmsman": version("helmsman-rl"),
     }

@@ -67,7 +67,7 @@ def test_judge_healthy_node() -> None:
             {"versions": {"helmsman": "0.1.0", "ray": ""}},
             "warn",
             "not installed",
-            "pip install 'helmsman[ray]'",
+            "pip install 'helmsman-rl[ray]'",
         ),
         ("cpus", {"cpus_allowed": 0.5}, "warn", "0.5 of 96", "raise the limit"),
         (
