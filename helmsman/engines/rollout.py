@@ -25,6 +25,7 @@ from helmsman.engines._hf.decode_batch import DecodeBatch
 from helmsman.engines._hf.decode_loop import DecodeLoop
 from helmsman.engines._models.model import build_model, max_positions, resolve_dtype
 from helmsman.engines._serving.generation import check_request, check_samples_of_one
+from helmsman.engines._weights.model_folder import check_model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class HFRolloutEngine(InferenceEngine):
         """Build the model on this instance's device and start decoding; the weights are version 0.
 
         Raises:
-            ValueError: The model cannot be built, or has layers that this engine cannot decode.
+            ValueError: The model cannot be built, its folder is incomplete, or it has layers that
+                this engine cannot decode.
             RuntimeError: The engine is running or was destroyed.
         """
         if self._loop is not None or self._destroyed:
@@ -104,6 +106,8 @@ class HFRolloutEngine(InferenceEngine):
                 "initialize() was called on a rollout engine that is running or destroyed; make a "
                 "new one"
             )
+        if isinstance(self.config.model, str):
+            check_model_folder(self.config.model, reads_checkpoints=True, needs_transformers=True)
         current_platform.set_device(0)
         device = current_platform.device(0)
         model = build_model(

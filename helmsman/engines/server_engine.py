@@ -107,7 +107,8 @@ class ServerEngine(InferenceEngine):
         Raises:
             ServerStartError: The server ended, or was not ready in time; it has been stopped and
                 cleaned up.
-            ValueError: ``exchange_folder`` does not exist.
+            ValueError: ``exchange_folder`` or the model's folder does not exist, or the latter's
+                files are not those of its model.
             RuntimeError: The engine is running or was destroyed.
         """
         if self._process is not None or self._is_destroyed:
@@ -120,7 +121,7 @@ class ServerEngine(InferenceEngine):
                 f"there is no folder {self.config.exchange_folder!r} on this worker; set "
                 "ServerConfig.exchange_folder to one that has room for all weights"
             )
-        self._forms = forms_of(self.config.model)
+        self._forms = forms_of(self.config.model, self.config.args)
         warn_without_room(self.config.model, self.config.exchange_folder)
         # Hexadecimal, because a key that starts with a hyphen would be parsed as an option.
         key = secrets.token_hex(24)

@@ -13,6 +13,9 @@ from helmsman.api.suggestions import Suggesting
 Offload: TypeAlias = Literal["none", "optimizer", "all"]
 """State that is kept on the host while it is not in use."""
 
+Init: TypeAlias = Literal["nothing", "value_head"]
+"""Parameters that may be drawn from a seed when the files of a model lack them."""
+
 LOSS_NAMES = (
     *("sft", "grpo", "ppo", "decoupled_ppo", "gspo", "cispo", "value", "dpo", "reward_model"),
 )
@@ -30,8 +33,12 @@ class TrainConfig(
     """
     head: Head = "lm"
     """``lm`` trains a policy. ``value`` trains a critic or a reward model, which outputs a number
-    for each token. Its linear layer is drawn from ``seed`` when ``model`` has none, and is exported
-    in the layout of ``transformers`` sequence classification.
+    for each token. Its linear layer is exported in the layout of ``transformers`` sequence
+    classification.
+    """
+    init: Init = "nothing"
+    """Parameters that are drawn from ``seed`` when the files of ``model`` lack them: ``nothing``, or
+    ``value_head``, the linear layer of a new critic or reward model.
     """
     frozen: bool = False
     """The engine only forwards and evaluates, for example as a reference or a reward model. It has
@@ -69,7 +76,9 @@ class TrainConfig(
     steps, beside float32: 0.2 % higher at 0.95, 1 % at 0.99, 16 % at 0.999.
     """
     seed: int = 0
-    """Seed of randomly initialised weights; the same on every rank."""
+    """Seed of randomly initialised weights (a configuration as ``model``, or ``init``); the same on
+    every rank.
+    """
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations
     (arXiv:1604.06174).

@@ -19,17 +19,21 @@ from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import Weights
 from helmsman.api.workers import WorkerContext, worker_context
+from helmsman.engines._models.folders import read_config
 from helmsman.engines._serving.generation import check_level, check_samples_of_one
 from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.instance import VLLMInstance
 from helmsman.engines._vllm.nodes import OtherNodes, instance_nodes, node_arguments
 from helmsman.engines._weights.fit import vocab_size_of
+from helmsman.engines._weights.model_folder import check_model_folder
 from helmsman.engines.vllm_config import VLLMConfig
 
 T = TypeVar("T")
 
 _EXTENSION = "helmsman.engines._vllm.worker.VLLMWorkerExtension"
 _LAST_TASKS_S = 5.0
+_OF_FOLDERS = ("auto", "hf", "safetensors")
+"""Load formats with which vLLM reads the files that the other engines read."""
 
 
 class VLLMEngine(InferenceEngine):
@@ -74,8 +78,9 @@ class VLLMEngine(InferenceEngine):
         this worker's node only.
 
         Raises:
-            ValueError: The folder does not exist, vLLM rejects an argument, or the instance spans
-                nodes and has not one rank for each of its devices.
+            ValueError: The folder does not exist or its files are not those of its model, vLLM
+                rejects an argument, or the instance spans nodes and has not one rank for each of
+                its devices.
             RuntimeError: The engine is running or was destroyed; the instance spans nodes and its
                 worker has no leased port; or vLLM could not start, for the reason in its log.
         """
@@ -84,13 +89,12 @@ class VLLMEngine(InferenceEngine):
                 "initialize() was called on a rollout engine that is running or destroyed; make a "
                 "new one"
             )
-        if not os.path.isdir(self.config.model):
-            raise ValueError(
-                f"there is no model folder {self.config.model!r} on this worker; give a local "
-                "folder"
-            )
-        internals.prepare_environment()
         arguments = async_engine_arguments(self.config)
+        if arguments["load_format"] in _OF_FOLDERS and "quantization" not in arguments:
+            check_model_folder(self.config.model)
+        else:
+            read_config(self.config.model)
+        internals.prepare_environment()
         addresses = self._span_nodes(arguments)
         vocab_size = vocab_size_of(self.config.model)
         loop = asyncio.new_event_loop()
@@ -349,7 +353,8 @@ def async_engine_arguments(config: VLLMConfig) -> dict[str, Any]:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
-        "load_format": config.load_format,
+        # "auto" would choose files of Mistral's layout, which other engines do not read.
+        "load_format": "hf" if config.load_format == "auto" else config.load_format,
         "enable_sleep_mode": config.enable_sleep_mode,
         "logprobs_mode": "raw_logprobs",
         "generation_config": "vllm",  # the folder's may change sampling defaults

@@ -131,7 +131,7 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
     if job.role == "reference":
         arguments["frozen"] = True
     if job.role == "critic" and isinstance(settings, GRPOSettings):
-        arguments |= {"head": "value", "lr": settings.critic.lr}
+        arguments |= {"head": "value", "init": "value_head", "lr": settings.critic.lr}
     return TrainController(
         scheduler,
         TRAINER,

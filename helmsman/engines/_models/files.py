@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 INDEX_FILE = "model.safetensors.index.json"
-_SINGLE_FILE = "model.safetensors"
+SINGLE_FILE = "model.safetensors"
 
 
 def check_replaceable(path: str, mark: str) -> None:
@@ -89,7 +89,7 @@ class FolderWriter:
         """
         count = len(self._files)
         if count == 1 and not indexes_one:
-            os.rename(self._path("1.unnamed"), self._path(_SINGLE_FILE))
+            os.rename(self._path("1.unnamed"), self._path(SINGLE_FILE))
             return
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         for number, name in enumerate(names, 1):
@@ -119,7 +119,7 @@ class WeightFiles(contextlib.ExitStack):
     def __init__(self, folder: str) -> None:
         super().__init__()
         index = os.path.join(folder, INDEX_FILE)
-        names = [_SINGLE_FILE]
+        names = [SINGLE_FILE]
         if os.path.exists(index):
             with open(index, "rb") as file:
                 names = sorted(set(json.load(file)["weight_map"].values()))

@@ -16,18 +16,36 @@ import torch
 
 from helmsman.api.weights import Weights, WeightsOnDisk
 from helmsman.engines._models.files import INDEX_FILE, FolderWriter
+from helmsman.engines._models.folders import read_config
 from helmsman.engines._weights.fit import Expected, expected_of, require_fit
 from helmsman.engines._weights.group import WeightGroup
+from helmsman.engines._weights.model_folder import check_model_folder
 from helmsman.engines.weight_transfer import incoming
 
 log = logging.getLogger(__name__)
 
+_OTHER_WEIGHTS = ("--load-format", "--quantization", "-q")
+"""Arguments with which a server loads other weights than the plain ones of its folder."""
 
-def forms_of(folder: str) -> list[Expected]:
+
+def forms_of(folder: str, args: Sequence[str] = ()) -> list[Expected]:
     """Return the expected names and shapes of a model's weights.
 
-    Empty where they cannot be determined, for example for a model with its own code.
+    Args:
+        folder: Folder in the Hugging Face layout.
+        args: Arguments of the server, by which it may load other weights than those of the folder.
+
+    Returns:
+        The forms; none where they cannot be determined, for example for a model with its own code.
+
+    Raises:
+        ValueError: The folder does not exist, or its files are not those of its model.
     """
+    names = {arg.partition("=")[0].replace("_", "-") for arg in args}
+    if names.isdisjoint(_OTHER_WEIGHTS):
+        check_model_folder(folder)
+    else:
+        read_config(folder)
     try:
         return expected_of(folder)
     except ValueError as error:

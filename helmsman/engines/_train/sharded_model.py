@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from helmsman.engines._train.output_layer import return_statistics
 from helmsman.engines._train.parallel import ParallelMesh, shard_model
 from helmsman.engines._train.parallel_plan import TensorPlan
 from helmsman.engines._weights.deferred import DeferredModel, defer_model
+from helmsman.engines._weights.model_folder import check_model_folder
 from helmsman.engines.train_config import TrainConfig
 
 
@@ -74,7 +74,10 @@ def _build(config: TrainConfig, dtype: torch.dtype) -> tuple[nn.Module, Deferred
     """Build the model, without its weights if they can be read after it has been sharded."""
     given, seed, head = config.model, config.seed, config.head
     deferred = None
-    if isinstance(given, str) and os.path.isdir(given):
+    if isinstance(given, str):
+        check_model_folder(
+            given, head=head, init=config.init, reads_checkpoints=True, needs_transformers=True
+        )
         deferred = defer_model(given, seed=seed, dtype=dtype, head=head)
     if deferred is not None:
         return deferred.model, deferred
