@@ -37,8 +37,8 @@ class TrainConfig(
     classification.
     """
     init: Init = "nothing"
-    """Parameters that are drawn from ``seed`` when the files of ``model`` lack them: ``nothing``, or
-    ``value_head``, the linear layer of a new critic or reward model.
+    """Parameters that are drawn from ``seed`` when the files of ``model`` lack them: ``nothing``,
+    or ``value_head``, the linear layer of a new critic or reward model.
     """
     frozen: bool = False
     """The engine only forwards and evaluates, for example as a reference or a reward model. It has

@@ -30,11 +30,8 @@ _FOREIGN = (
     ("adapter_config.json", "a PEFT adapter", "Merge it into its base model (merge_and_unload)"),
     ("helmsman.json", "a checkpoint of Helmsman", "Export its model with export_hf"),
     ("zero_to_fp32.py", "a DeepSpeed checkpoint", "Run: python zero_to_fp32.py . OUTPUT"),
-    (
-        "global_step*",
-        "a DeepSpeed or verl checkpoint",
-        "Merge it: zero_to_fp32.py, verl.model_merger",
-    ),
+    ("global_step*", "a DeepSpeed checkpoint", "Merge it with DeepSpeed's zero_to_fp32.py"),
+    ("mp_rank_*", "a DeepSpeed checkpoint", "Merge it with DeepSpeed's zero_to_fp32.py"),
     ("model_world_size_*", "an FSDP checkpoint of verl", "Merge it: python -m verl.model_merger"),
     ("pytorch_model_fsdp_*", "an FSDP checkpoint", "Merge it: accelerate merge-weights"),
     ("*.distcp", "a torch.distributed checkpoint", "Merge it: accelerate merge-weights"),
@@ -153,9 +150,16 @@ def read_headers(folder: str) -> dict[str, Stored]:
         )
     listed: Mapping[str, str] = {}
     if chosen.endswith(".index.json"):
-        listed = _read_json(folder, os.path.join(folder, chosen)).get("weight_map") or {}
-        if not isinstance(listed, Mapping) or not listed:
-            raise refused(folder, f"{chosen} has no weight_map", "the file of each tensor", _EXPORT)
+        index = _read_json(folder, os.path.join(folder, chosen))
+        listed = index.get("weight_map") or {}
+        # transformers does not read an index without metadata.
+        if not isinstance(listed, Mapping) or not listed or "metadata" not in index:
+            raise refused(
+                folder,
+                f"{chosen} has {some(sorted(index)) or 'nothing'}",
+                "a weight_map with the file of each tensor, and metadata (which may be {})",
+                _EXPORT,
+            )
     names = sorted(set(listed.values())) or [chosen]
     _require_one_choice(folder, chosen, names)
     if missing := [name for name in names if not os.path.exists(os.path.join(folder, name))]:
@@ -251,8 +255,8 @@ def read_tensor(folder: str, name: str) -> torch.Tensor:
         )[name]
         return tensor
     with safe_open(path, framework="pt") as file:
-        tensor = file.get_tensor(name)
-        return tensor
+        whole: torch.Tensor = file.get_tensor(name)
+    return whole
 
 
 def _read_json(folder: str, path: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from helmsman.engines._models.folders import (
     some,
 )
 from helmsman.engines._models.heads import AUTO_CLASSES, CONFIG_ENTRIES, check_saved_head
+from helmsman.engines._models.model import without_progress_bars
 from helmsman.engines._weights.checkpoint_names import CheckpointNames
 from helmsman.engines._weights.fit import form_in_files
 from helmsman.engines.train_config import Init
@@ -98,12 +99,10 @@ def check_model_folder(
 def _require_plain(folder: str, entries: Mapping[str, Any]) -> None:
     for key in _QUANTISED:
         if given := entries.get(key):
-            method = (
-                given.get("quant_method") or given.get("bits") if isinstance(given, dict) else ""
-            )
+            method = given.get("quant_method") if isinstance(given, dict) else None
             raise refused(
                 folder,
-                f"its weights are quantised ({key} in config.json: {method or 'of unknown kind'})",
+                f"its weights are quantised ({key} in config.json: {method or given})",
                 "floating-point weights, which a weight update can replace",
                 "Use the unquantised model, or write one: from_pretrained(...), then "
                 "dequantize() and save_pretrained(...)",
@@ -234,15 +233,13 @@ def _loads(
         for name, each in stored.items()
         if each.is_float
     }
-    info, _ = convert_and_load_state_dict_in_model(
-        model,
-        tensors,
-        LoadStateDictConfig(
-            device_map={"": torch.device("meta")},
-            dtype=torch.bfloat16,
-            weight_mapping=get_model_conversion_mapping(model),
-        ),
+    config = LoadStateDictConfig(
+        device_map={"": torch.device("meta")},
+        dtype=torch.bfloat16,
+        weight_mapping=get_model_conversion_mapping(model),
     )
+    with without_progress_bars():
+        info, _ = convert_and_load_state_dict_in_model(model, tensors, config)
     ties = model.all_tied_weights_keys
     info.missing_keys = {
         name for name in info.missing_keys if ties.get(name, name) in info.missing_keys
