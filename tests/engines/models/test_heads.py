@@ -57,7 +57,8 @@ def test_value_head_from_policy_folder(make: Make, tmp_path: Path) -> None:
     policy = build_model(LLAMA, seed=3, dtype=torch.float32)
     policy.save_pretrained(tmp_path / "policy")  # type: ignore[operator]
     state = torch.random.get_rng_state()
-    weights = make(head="value", model=str(tmp_path / "policy"), seed=1).export_weights()
+    fields = {"head": "value", "init": "value_head", "model": str(tmp_path / "policy")}
+    weights = make(**fields, seed=1).export_weights()
     assert torch.equal(torch.random.get_rng_state(), state)
     assert weights is not None
     head = weights.pop("score.weight")

@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         _write(
             LLAMA,
             made.in_shards,
-            entries(made.INDEX, metadata={}, weight_map={"lost": "model-00001"}),
+            entries(made.INDEX, weight_map={"lost": "model-00001"}),
         ),
         "1 of 1 weight files are missing: model-00001",
     ),

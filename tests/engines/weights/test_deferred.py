@@ -14,6 +14,7 @@ from helmsman.engines._train import sharded_model
 from helmsman.engines._weights.deferred import defer_model
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
+from tests.engines.models.folders import entries
 from tests.engines.ranks import run_ranks
 from tests.engines.small_models import (
     DEEPSEEK_V3,
@@ -79,10 +80,10 @@ def test_deferred_draws_a_value_head(
     model_of(LLAMA).save_pretrained(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(sharded_model, "build_model", refuse)
-        deferred = make(model=str(tmp_path), head="value", seed=5)
+        deferred = make(model=str(tmp_path), head="value", init="value_head", seed=5)
     with monkeypatch.context() as patch:
         patch.setattr(sharded_model, "defer_model", lambda *_, **__: None)
-        whole = make(model=str(tmp_path), head="value", seed=5)
+        whole = make(model=str(tmp_path), head="value", init="value_head", seed=5)
     one, other = deferred.export_weights(), whole.export_weights()
     assert one is not None
     assert other is not None
@@ -96,6 +97,7 @@ def test_defer_model_unusual_files(make: Make, tmp_path: Path) -> None:
     """A folder of the layers alone has other names; it is built as a whole."""
     model = model_of(QWEN2)
     model.model.save_pretrained(tmp_path)
+    entries(architectures=["Qwen2ForCausalLM"])(tmp_path)
     assert defer_model(str(tmp_path), seed=0, dtype=torch.float32) is None
     exported = make(model=str(tmp_path)).export_weights()
     assert exported is not None
