@@ -127,7 +127,7 @@ def _require_architecture(folder: str, model: PreTrainedModel, head: Head) -> No
     """Refuse a class of another model type: transformers goes by the type, vLLM by the class."""
     own = type(model).__name__
     for name in model.config.architectures or ():
-        named = getattr(transformers, name, None)
+        named: Any = getattr(transformers, name, None)
         of_type = getattr(getattr(named, "config_class", None), "model_type", "")
         if not of_type or name == own:
             continue

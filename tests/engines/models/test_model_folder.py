@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "a truncated file": (made.cut, r"model.safetensors \(\d+ bytes\) is damaged or incomplete"),
     "a `.bin` file that is none": (
-        lambda folder: (made.as_bin(folder), (folder / "pytorch_model.bin").write_text("<html>")),
+        _write(LLAMA, made.as_bin, made.text("pytorch_model.bin", "<html>")),
         r"pytorch_model.bin \(6 bytes\) is damaged or incomplete",
     ),
     "no weights": (only("config.json"), "it has no weights, expected model.safetensors, or"),
