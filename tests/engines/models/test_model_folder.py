@@ -32,7 +32,7 @@ from tests.engines.small_models import (
     QWEN3_NEXT_LINEAR,
 )
 
-PAGE = Path(__file__).parents[3] / "docs" / "models_section.md"
+PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 _MLA = {**DEEPSEEK_V3, "n_group": 1}
 _OTHERS: list[dict[str, Any]] = [
     {**QWEN3, "model_type": "gemma2"},
