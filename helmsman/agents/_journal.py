@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import threading
 import urllib.parse
@@ -46,13 +47,13 @@ class Journal:
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[SessionRecord]:
         with self._translated():
             rows = self._file.execute(query, values).fetchall()
-            return [msgspec.msgpack.decode(record, type=SessionRecord) for (record,) in rows]
+            return [_unpacked(record) for (record,) in rows]
 
     def add(self, record: SessionRecord) -> None:
         """Keep a finished session."""
         self._rows(
             "INSERT OR REPLACE INTO sessions VALUES (?, ?)",
-            (record.name, msgspec.msgpack.encode(record)),
+            (record.name, _packed(record)),
         )
 
     def forget(self, names: Sequence[str]) -> None:
@@ -74,3 +75,23 @@ class Journal:
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
+
+
+_AS_JSON = "helmsman:json"
+"""The only key of metadata that are kept as JSON."""
+
+
+def _packed(record: SessionRecord) -> bytes:
+    # A lone surrogate, or an integer of more than 64 bits, does not fit into msgpack.
+    with contextlib.suppress(UnicodeEncodeError, OverflowError):
+        if set(record.metadata) != {_AS_JSON}:
+            return msgspec.msgpack.encode(record)
+    metadata = {_AS_JSON: json.dumps(record.metadata)}
+    return msgspec.msgpack.encode(msgspec.structs.replace(record, metadata=metadata))
+
+
+def _unpacked(data: bytes) -> SessionRecord:
+    record = msgspec.msgpack.decode(data, type=SessionRecord)
+    if set(record.metadata) != {_AS_JSON}:
+        return record
+    return msgspec.structs.replace(record, metadata=json.loads(record.metadata[_AS_JSON]))

@@ -22,7 +22,7 @@ class Registry:
 
     def __init__(
         self,
-        open_session: Callable[[str | None, Mapping[str, Any]], AgentSession],
+        open_session: Callable[[str | None, Mapping[str, Any], str], AgentSession],
         journal: Journal | None,
         key: str,
         max_pending: int | None,
@@ -46,11 +46,13 @@ class Registry:
 
         Raises:
             ValueError: An open session has its name.
+            BadRequestError: The name has a lone surrogate.
             HelmsmanError: The gateway is closed.
         """
         with self._lock:
             if self._is_closed:
                 raise HelmsmanError("the gateway is closed; make a new one")
+            _check_name(session.name)
             if session.name in self._names:
                 raise ValueError(f"session {session.name!r} is already open; choose another name")
             self._names.add(session.name)
@@ -65,8 +67,8 @@ class Registry:
         """Whether a key is the gateway's."""
         return hmac.compare_digest(_digest(key), _digest(self.key))
 
-    def open_outside(self, name: str | None, metadata: Mapping[str, Any]) -> AgentSession:
-        """Open a session for an outside agent.
+    def open_outside(self, name: str | None, metadata: Mapping[str, Any], url: str) -> AgentSession:
+        """Open a session for an outside agent, which reaches the gateway by a URL.
 
         Raises:
             BadRequestError: The name is in use, or sessions are ahead of the training.
@@ -83,6 +85,7 @@ class Registry:
                 code="rate_limit_exceeded",
                 status=429,
             )
+        _check_name(name)
         if name in self._names or (
             name is not None and self.journal is not None and self.journal.get(name) is not None
         ):
@@ -91,7 +94,7 @@ class Registry:
                 "name",
                 code="name_in_use",
             )
-        return self._open(name, metadata)
+        return self._open(name, metadata, url)
 
     def end(self, session: AgentSession, is_complete: bool) -> None:
         """Remove a closed session, and keep it if it is complete.
@@ -146,6 +149,14 @@ class Registry:
             self._is_closed = True
         for session in self.open_sessions():
             session.close(is_complete=False)
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and name.encode(errors="replace").decode() != name:
+        raise BadRequestError(
+            f"the session's name is {name[:40]!a}, which has a lone surrogate; choose another name",
+            "name",
+        )
 
 
 def _digest(key: str) -> bytes:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
+import math
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from helmsman import HelmsmanError
+from helmsman.agents._addresses import is_all, listen_on_all, url_of_request
 from helmsman.agents._dialects.base import Dialect
 from helmsman.agents._messages import BadRequestError
 from helmsman.agents._registry import Registry
@@ -23,21 +26,26 @@ log = logging.getLogger(__name__)
 _MAX_BODY = 32 << 20
 _BODY_S = 60.0
 """Longest time in seconds for a request's body to arrive."""
+_MAX_DEPTH = 200
+"""Largest depth of arrays and objects in a body, since templates and encoders recurse into it."""
 _PING_S = 10.0
 _SHUTDOWN_S = 1.0
 _RETRY_AFTER_S = 1
 
 
 async def serve(
-    registry: Registry, turns: Turns, host: str, port: int
-) -> tuple[Callable[[], Awaitable[None]], int]:
+    registry: Registry, turns: Turns, host: str, port: int, public_url: str
+) -> tuple[Callable[[], Awaitable[None]], str, int]:
     """Start the server on the current event loop.
 
+    Returns:
+        A function that ends it, and the address and port that it listens on.
+
     Raises:
-        OSError: The port is taken.
+        OSError: It cannot listen there: the port is taken, or the host is not this node's.
     """
     app = web.Application(client_max_size=_MAX_BODY, middlewares=[_failures])
-    handlers = _Handlers(registry, turns)
+    handlers = _Handlers(registry, turns, public_url)
     for root in ("/v1", "/sessions/{id}/v1", "/sessions/{id}/v1/v1"):
         for path in DIALECT_PATHS:
             app.router.add_post(f"{root}/{path}", handlers.turn)
@@ -52,18 +60,33 @@ async def serve(
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await _site(runner, host, port).start()
+    except (OSError, UnicodeError, OverflowError) as error:  # the last two: host, port
+        await runner.cleanup()
+        raise OSError(
+            f"the gateway cannot listen (host {host!r}, port {port}): {error}, expected an address "
+            "of this node and a free port. Correct host, or use port 0"
+        ) from error
     except BaseException:
         await runner.cleanup()
         raise
-    return runner.cleanup, int(runner.addresses[0][1])
+    bound, port = runner.addresses[0][:2]
+    return runner.cleanup, str(bound), int(port)
+
+
+def _site(runner: web.AppRunner, host: str, port: int) -> web.BaseSite:
+    if not host:
+        host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    if ":" in host and is_all(host):  # asyncio would leave out IPv4
+        return web.SockSite(runner, listen_on_all(port))
+    return web.TCPSite(runner, host, port)
 
 
 class _Handlers:
     """The handlers of the routes."""
 
-    def __init__(self, registry: Registry, turns: Turns) -> None:
-        self._registry, self._turns = registry, turns
+    def __init__(self, registry: Registry, turns: Turns, public_url: str) -> None:
+        self._registry, self._turns, self._public_url = registry, turns, public_url
 
     async def turn(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of any dialect."""
@@ -131,7 +154,8 @@ class _Handlers:
         name, metadata = body.get("name"), body.get("metadata") or {}
         if not isinstance(name, str | None) or not isinstance(metadata, dict):
             raise BadRequestError("name must be a string, and metadata an object")
-        session = self._registry.open_outside(name, metadata)
+        url = self._public_url or _url(request)
+        session = self._registry.open_outside(name, metadata, url)
         return web.json_response(
             {"id": session.id, "base_url": session.base_url, "api_key": session.key}
         )
@@ -182,6 +206,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
+def _url(request: web.Request) -> str:
+    """Return the URL by which a request came.
+
+    X-Forwarded-Host and its like are not read, since any client can send them.
+    """
+    address = ("127.0.0.1", 80)
+    if request.transport is not None:
+        address = request.transport.get_extra_info("sockname")[:2]
+    return url_of_request(request.headers.get("Host", ""), *address)
+
+
 def _api_path(request: web.Request) -> str:
     return request.path.rpartition("/v1/")[2]
 
@@ -211,13 +246,45 @@ async def _data(request: web.Request, empty: bytes = b"") -> bytes:
 
 
 def _body(data: bytes) -> dict[str, Any]:
+    found: Any = None
     try:
-        found = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(f"the body is not JSON: {error}") from error
+        found = json.loads(data, parse_float=_finite, parse_constant=_finite)
+        is_deep = isinstance(found, dict) and _is_deep(found)
+    except RecursionError:
+        is_deep = True
+    except ValueError as error:
+        # Python's text on long integers ends with advice for the reader's process.
+        reason = str(error).partition(";")[0]
+        raise BadRequestError(f"the body is not JSON: {reason}") from error
+    if is_deep:
+        raise BadRequestError(
+            f"the body is not JSON of at most {_MAX_DEPTH} levels: its arrays and objects are "
+            "nested too deeply. Send a flatter one"
+        )
     if not isinstance(found, dict):
         raise BadRequestError("the body is not a JSON object")
     return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.40} is not a finite number. Send null instead")
+    return number
+
+
+def _is_deep(found: Any) -> bool:
+    level = [found]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _request_key(request: web.Request, data: bytes) -> RequestKey:
@@ -250,7 +317,7 @@ def _failure(error: Exception, request: web.Request) -> web.Response:
     field, headers, message = "", {}, str(error)
     if isinstance(error, BadRequestError):
         status, code, field = error.status, error.code, error.field
-    elif isinstance(error, ValueError):
+    elif isinstance(error, ValueError | RecursionError):  # the latter: texts of deep JSON
         status, code = 400, "invalid_request"
     elif isinstance(error, HelmsmanError):
         status, code, message = 503, "model_unavailable", message.partition("\n")[0]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman import HelmsmanError, RolloutController, SamplingParams
+from helmsman.agents._addresses import checked_public_url, is_all, node_address, url_of
 from helmsman.agents._journal import Journal
 from helmsman.agents._registry import Registry
 from helmsman.agents._session import DIALECT_PATHS, AgentSession, SessionLimits, SessionRecord
@@ -42,8 +43,12 @@ class AgentGateway(Starting):
         tokenizer: A Hugging Face tokenizer with a chat template, or the folder of one.
         sampling: Sampling of all turns; ``max_new_tokens`` is the limit of a turn.
         model: Name of the model that agents see; any name is accepted in requests.
-        host: Address to listen on. Anyone who can reach it and has a session's key can use it.
+        host: Address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4. Anyone who
+            can reach it and has a session's key can use it.
         port: Port to listen on; 0 for a free one.
+        public_url: URL by which all agents reach the gateway, such as that of a proxy, which
+            removes its path. When None, outside agents are given the address by which they came,
+            and others ``host``, or the node's address if the gateway listens on all.
         max_context: Maximum tokens of a prompt and its answer together; the tokenizer's
             ``model_max_length`` when None, if it has one.
         max_turns_in_flight: Further turns receive 429 with Retry-After.
@@ -57,9 +62,11 @@ class AgentGateway(Starting):
         journal: File in which finished sessions are kept until ``forget``; None keeps none.
 
     Raises:
-        ValueError: The tokenizer has no chat template, or the family is unknown.
+        ValueError: The tokenizer has no chat template, the family is unknown, or ``public_url`` is
+            invalid.
         BackendNotInstalledError: aiohttp or transformers is missing.
-        OSError: The port is taken, or the journal cannot be read; from ``initialize``.
+        OSError: The port is taken, the host is not this node's, or the journal cannot be read; from
+            ``initialize``.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class AgentGateway(Starting):
         model: str = "policy",
         host: str = "127.0.0.1",
         port: int = 0,
+        public_url: str | None = None,
         max_context: int | None = None,
         max_turns_in_flight: int = 4096,
         max_pending: int | None = None,
@@ -80,6 +88,7 @@ class AgentGateway(Starting):
         outside_timeout: float = 3600.0,
         journal: str | Path | None = None,
     ) -> None:
+        self._public_url = "" if public_url is None else checked_public_url(public_url)
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer)
         self.template = ChatTemplate(tokenizer, family, stop_token_ids)
@@ -95,13 +104,15 @@ class AgentGateway(Starting):
         )
         self._journal = None if journal is None else Journal(Path(journal))
         self._registry = Registry(
-            lambda name, metadata: self._open(name, metadata=metadata, is_outside=True),
+            lambda name, metadata, url: self._open(
+                name, url=url, metadata=metadata, is_outside=True
+            ),
             self._journal,
             key or f"sk-{secrets.token_urlsafe(24)}",
             max_pending,
             outside_timeout,
         )
-        self._host, self._port = host, port
+        self._host, self._port = host.removeprefix("[").removesuffix("]"), port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="helmsman-gateway", daemon=True
@@ -117,9 +128,8 @@ class AgentGateway(Starting):
 
     @property
     def url(self) -> str:
-        """URL of the server, such as ``http://127.0.0.1:41234``."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+        """URL of the server from ``initialize`` on, such as ``http://127.0.0.1:41234``."""
+        return self._public_url or url_of(self._host, self._port)
 
     @property
     def key(self) -> str:
@@ -147,9 +157,12 @@ class AgentGateway(Starting):
                 from helmsman.agents._server import serve
             if not self._thread.is_alive():
                 self._thread.start()
-            self._stop, self._port = asyncio.run_coroutine_threadsafe(
-                serve(self._registry, self._turns, self._host, self._port), self._loop
+            self._stop, bound, self._port = asyncio.run_coroutine_threadsafe(
+                serve(self._registry, self._turns, self._host, self._port, self._public_url),
+                self._loop,
             ).result()
+            if is_all(bound):
+                self._host = node_address(bound)
 
     def close(self) -> None:
         """End the server and all sessions. Idempotent."""
@@ -200,6 +213,7 @@ class AgentGateway(Starting):
 
         Raises:
             ValueError: An open session has this name.
+            BadRequestError: The name has a lone surrogate.
             HelmsmanError: The gateway is closed.
         """
         self.initialize()
@@ -213,11 +227,16 @@ class AgentGateway(Starting):
         )
 
     def _open(
-        self, name: str | None, sampling: SamplingParams | None = None, **given: Any
+        self,
+        name: str | None,
+        *,
+        url: str = "",
+        sampling: SamplingParams | None = None,
+        **given: Any,
     ) -> AgentSession:
         session = AgentSession(
             self.template,
-            self.url,
+            url or self.url,
             self._end_session,
             self._complete,
             name=name,

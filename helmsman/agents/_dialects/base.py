@@ -57,6 +57,11 @@ def convert(body: Any, kind: type[T]) -> T:
     except (msgspec.ValidationError, RecursionError) as error:
         reason, _, at = str(error).partition(" - at `$")
         raise BadRequestError(reason, at.strip("`.")) from error
+    except UnicodeEncodeError as error:
+        raise BadRequestError(
+            f"{error.object[:40]!a} has a lone surrogate, which only a text in the chat may have. "
+            "Remove it"
+        ) from error
 
 
 def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:

@@ -1,0 +1,124 @@
+"""Addresses of a gateway: the ones it listens on, and the URLs by which agents reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import urllib.parse
+from typing import Any
+
+
+def checked_public_url(url: Any) -> str:
+    """Return a URL given by the user, without a slash at its end.
+
+    Raises:
+        ValueError: Agents cannot reach a server by this URL.
+    """
+    fault = _fault(url)
+    if fault:
+        shown = re.sub(r"//[^/]*@", "//...@", repr(url))  # the user's name may have a password
+        raise ValueError(
+            f"invalid setting (public_url): {shown} {fault}, expected a URL with http or https and "
+            "a host, such as 'https://agents.example.org/rl'. Give the URL by which agents reach "
+            "the gateway, or None"
+        )
+    return str(url).rstrip("/")
+
+
+def url_of_request(host: str, local: str, port: int) -> str:
+    """Return the URL by which a request came.
+
+    Args:
+        host: The request's Host header; '' if it has none.
+        local: The local address of its connection, which replaces a header without a valid host.
+        port: The local port.
+    """
+    url = f"http://{host}"
+    is_valid = "/" not in host and not _fault(url)
+    return url if is_valid else url_of(_unmapped(local.partition("%")[0]), port)
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL of an address or a host name."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def listen_on_all(port: int) -> socket.socket:
+    """Listen on all addresses of IPv6, and of IPv4 where the system can serve both.
+
+    Raises:
+        OSError: The port is taken, or the system has no IPv6.
+    """
+    both = socket.has_dualstack_ipv6()
+    return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=both)
+
+
+def is_all(address: str) -> bool:
+    """Whether an address stands for all addresses of a node, such as 0.0.0.0."""
+    try:
+        return ipaddress.ip_address(_unmapped(address)).is_unspecified
+    except ValueError:
+        return False
+
+
+def node_address(bound: str) -> str:
+    """Return the node's address for other nodes, of a family that a server receives.
+
+    It is that of the route to the internet, or loopback without a route. Nothing is sent.
+
+    Args:
+        bound: The address of all that the server listens on.
+    """
+    routes = [(socket.AF_INET, "192.0.2.1", "127.0.0.1"), (socket.AF_INET6, "2001:db8::1", "::1")]
+    if ":" not in bound:
+        routes = routes[:1]
+    elif not socket.has_dualstack_ipv6():
+        routes = routes[1:]
+    for family, target, _ in routes:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return routes[0][2]
+
+
+def _unmapped(address: str) -> str:
+    """Return the IPv4 address for which an IPv6 address stands in a socket of both families."""
+    found = re.fullmatch(r"::ffff:(\d+\.\d+\.\d+\.\d+)", address, re.IGNORECASE)
+    return found[1] if found else address
+
+
+def _fault(url: Any) -> str:
+    """Return why no server can be reached by a URL; '' if there is no such reason."""
+    if not isinstance(url, str) or not re.fullmatch(r"[!-~]*", url) or "\\" in url:
+        return "is not a text of ASCII without spaces"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        return f"is malformed ({error})"
+    if parts.scheme not in ("http", "https"):
+        return "does not begin with http:// or https://"
+    if "@" in parts.netloc:
+        return "has a user name"
+    if not _is_host(host):
+        return "has no valid host"
+    if is_all(host):
+        return f"has {host}, which is an address to listen on"
+    if port == 0 or parts.netloc.endswith(":"):
+        return "has no valid port"
+    if "?" in url or "#" in url:
+        return "has a query or a fragment"
+    return ""
+
+
+def _is_host(host: str) -> bool:
+    if ":" not in host:
+        return bool(re.fullmatch(r"[\w.-]+", host))
+    try:
+        return "%" not in host and bool(ipaddress.IPv6Address(host))
+    except ValueError:
+        return False
