@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -21,6 +22,10 @@ INSTANCE_DEVICES_ENV_VAR = "HELMSMAN_INSTANCE_DEVICES"
 """In a worker of a deferred job: JSON, [[address, [device id, ...]], ...] for each node of its
 instance, its own node first.
 """
+
+
+MAX_VARIABLE_BYTES = 128 * 1024 - 1
+"""Size of 'NAME=value' with which Linux still starts a process (MAX_ARG_STRLEN)."""
 
 
 class EnvironmentVariable(msgspec.Struct, frozen=True):
@@ -86,6 +91,36 @@ _CHANGES = 0.45
 """Minimum share of adjacent characters of different kinds (capital, small, digit) in a word that
 counts as random. The mean is 0.62 in random words, and below 0.4 in names chosen by people.
 """
+
+
+_MOST_SHOWN = 40
+"""Characters of a refused value that a message shows."""
+_MOST_MASKED = 1000
+"""Characters of a refused value that are searched for secrets."""
+
+
+def unfit(name: Any, value: Any) -> tuple[Any, str] | None:
+    """Return why no process can have a variable.
+
+    Args:
+        name: Name of the variable.
+        value: Value of the variable.
+
+    Returns:
+        What the variable is, without secrets, and what was expected; None if processes can have it.
+    """
+    if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+        return name, "a name that is a text, is not empty and has no '=' and no NUL"
+    if not isinstance(value, str):
+        return MASK if _is_secret(name) else value, "a text"
+    shown = masked(name, value[:_MOST_MASKED])[:_MOST_SHOWN]
+    try:
+        size = len(f"{name}={value}".encode())
+    except UnicodeEncodeError:
+        return shown, "a text that UTF-8 can encode"
+    if size > MAX_VARIABLE_BYTES:
+        return shown, f"at most {MAX_VARIABLE_BYTES} bytes with its name, not {size}"
+    return (shown, "a text without NUL") if "\0" in value else None
 
 
 def masked(name: str, value: str) -> str:

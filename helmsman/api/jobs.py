@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from helmsman.api.environment import unfit
 from helmsman.api.errors import InvalidSpecError
-from helmsman.api.suggestions import Suggesting
+from helmsman.api.plain import make_plain
+from helmsman.api.suggestions import Suggesting, did_you_mean
 
 PlacementStrategy = Literal["shared", "separate", "deferred"]
 NodePacking = Literal["pack", "spread", "strict_spread"]
@@ -67,6 +69,10 @@ class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     """pack: on as few nodes as possible, leaving whole nodes free; spread: over as many as
     possible; strict_spread: never two of the job's bundles on one node."""
 
+    def __post_init__(self) -> None:
+        """Convert the fields to plain Python."""
+        make_plain(self)
+
 
 class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """The placement of a job's workers relative to another role."""
@@ -85,6 +91,10 @@ class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_o
     Empty: divides the devices evenly between adjacent replicas.
     """
 
+    def __post_init__(self) -> None:
+        """Convert the fields to plain Python."""
+        make_plain(self)
+
 
 class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """One role of the run: ``replicas`` workers with the specs ``tasks``."""
@@ -94,9 +104,39 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     replicas: int = 1
     """Number of workers."""
     tasks: Sequence[SchedulingSpec] = (SchedulingSpec(),)
-    """One spec for all replicas, or one for each."""
+    """One spec for all replicas, or one for each. A mapping with the fields becomes a spec."""
     scheduling_strategy: SchedulingStrategy = SchedulingStrategy()
-    """Whether the role has resources of its own or shares those of another role."""
+    """Whether the role has resources of its own or shares those of another role. A mapping with the
+    fields becomes a strategy."""
+
+    def __post_init__(self) -> None:
+        """Convert the fields to plain Python, and mappings to specs and a strategy.
+
+        Raises:
+            InvalidSpecError: A mapping has an unknown key.
+        """
+        make_plain(self)
+        if isinstance(self.tasks, list | tuple):
+            tasks = [
+                self._struct(SchedulingSpec, f"tasks[{index}]", each)
+                for index, each in enumerate(self.tasks)
+            ]
+            msgspec.structs.force_setattr(self, "tasks", type(self.tasks)(tasks))
+        name = "scheduling_strategy"
+        strategy = self._struct(SchedulingStrategy, name, self.scheduling_strategy)
+        msgspec.structs.force_setattr(self, name, strategy)
+
+    def _struct(self, kind: type[msgspec.Struct], field: str, value: Any) -> Any:
+        """Return the struct of a mapping, and any other value as it is."""
+        if not isinstance(value, dict):
+            return value
+        known = kind.__struct_fields__
+        for name in value:
+            if name not in known:
+                hint = did_you_mean(str(name), known)
+                expected = f"a field of {kind.__name__}: {hint}"
+                raise self._wrong(f"{field}.{name}", value[name], expected)
+        return kind(**value)
 
     def validate(self) -> None:
         """Check the job's fields, independently of any cluster.
@@ -161,11 +201,19 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
 
         Without this check, a misspelt strategy would be taken for another one.
         """
+        self._require_environment()
+        self._require_fields("", self)
+        for index, spec in enumerate(self.tasks):
+            self._require_fields(f"tasks[{index}].", spec)
+        self._require_fields("scheduling_strategy.", self.scheduling_strategy)
+
+    def _require_fields(self, prefix: str, struct: msgspec.Struct) -> None:
+        entries = {name: getattr(struct, name) for name in struct.__struct_fields__}
         try:
-            msgspec.convert(msgspec.to_builtins(self, enc_hook=_as_number), type=Job)
-        except (msgspec.ValidationError, TypeError, NotImplementedError) as error:
+            msgspec.convert(entries, type=type(struct))
+        except msgspec.ValidationError as error:
             reason, _, where = str(error).partition(" - at `$.")
-            field = where.rstrip("`") or "job"
+            field = f"{prefix}{where.rstrip('`')}"
             choices = _CHOICES.get(field.rpartition(".")[2])
             expected = (
                 f"one of {', '.join(map(repr, choices))}"
@@ -173,6 +221,14 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
                 else reason.removeprefix("Expected ").replace("`", "")
             )
             raise self._wrong(field, _at(self, field), expected) from error
+
+    def _require_environment(self) -> None:
+        """Check that a process can hold the variables."""
+        for index, spec in enumerate(self.tasks if isinstance(self.tasks, list | tuple) else ()):
+            variables = getattr(spec, "env_vars", None)
+            for name, value in variables.items() if isinstance(variables, Mapping) else ():
+                if found := unfit(name, value):
+                    raise self._wrong(f"tasks[{index}].env_vars[{name!r}]", *found)
 
     def spec(self, index: int) -> SchedulingSpec:
         """Return the spec of replica ``index``."""
@@ -184,14 +240,6 @@ _CHOICES = {
     "node_packing": get_args(NodePacking),
     "type": get_args(StrategyType),
 }
-
-
-def _as_number(value: Any) -> Any:
-    """Convert a NumPy number to a Python number."""
-    if hasattr(value, "item"):
-        return value.item()
-    expected = "None, a bool, number or text, or a list or dict of these"
-    raise NotImplementedError(f"Expected {expected}, got `{type(value).__name__}`")
 
 
 def _at(job: Job, path: str) -> Any:

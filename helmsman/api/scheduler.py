@@ -265,8 +265,8 @@ class Scheduler(Closing):
 
         Raises:
             WorkerNotFoundError: The worker does not exist.
-            InvalidSpecError: Inline workers share one environment, and another worker has set
-                another value.
+            InvalidSpecError: No process can have the variable; or inline workers share one
+                environment, and another worker has set another value.
             TypeError: A name or value is not a string.
         """
 

@@ -14,6 +14,7 @@ import msgspec
 from helmsman.api.device_mapping import parse_device_mapping
 from helmsman.api.dispatch import MethodSpec
 from helmsman.api.errors import InvalidSpecError
+from helmsman.api.plain import make_plain
 from helmsman.api.suggestions import Suggesting
 from helmsman.api.topology import DEFAULT_MESH, Axis, ParallelSizes, RankInfo, Topology
 
@@ -67,6 +68,10 @@ class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=T
     """Virtual pipeline stages of each rank, for the workers' own use."""
     mesh: Sequence[Axis] = DEFAULT_MESH
     """The axes, outermost first."""
+
+    def __post_init__(self) -> None:
+        """Convert the fields to plain Python."""
+        make_plain(self)
 
     def num_workers(self, name: str = "cluster") -> int:
         """Return the number of workers.

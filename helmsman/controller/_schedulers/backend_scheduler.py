@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api import errors
-from helmsman.api.environment import EnvironmentVariable
+from helmsman.api.environment import EnvironmentVariable, unfit
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
+from helmsman.api.plain import plain
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.run_state import RunReporter
 from helmsman.api.scheduler import (
@@ -243,7 +244,7 @@ class BackendScheduler(Scheduler):
     @checked
     async def set_worker_env(self, worker_id: str | Worker, env: Mapping[str, str]) -> None:
         id_ = id_of(worker_id)
-        given: Mapping[Any, Any] = env
+        given: dict[Any, Any] = plain(env)
         wrong = {
             name: value
             for name, value in given.items()
@@ -251,9 +252,16 @@ class BackendScheduler(Scheduler):
         }
         if wrong:
             raise TypeError(f"environment of {id_}: names and values are strings; got {wrong!r}")
+        for name, value in given.items():
+            if found := unfit(name, value):
+                role, field = id_.rpartition("/")[0], f"environment variable {name!r} of {id_}"
+                shown, expected = found
+                raise errors.InvalidSpecError(
+                    role=role, field=field, value=shown, expected=expected
+                )
         client = self._roles.client(id_)
-        self._backend.require_environment(id_, env)
-        await run_async(client.control(Verb.SET_ENV, dict(env)))
+        self._backend.require_environment(id_, given)
+        await run_async(client.control(Verb.SET_ENV, given))
 
     @checked
     async def check_health(

@@ -383,7 +383,7 @@ SPECS = [SchedulingSpec(), SchedulingSpec(ray_placement_strategy="separate")]
             "placement_strategy is 'seperate'; expected one of 'shared', 'separate', 'deferred'",
         ),
         (of(nodelist="gpu-1"), "tasks[0].nodelist is 'gpu-1'; expected array, got str"),
-        (of(env_vars={"A": 1}), "expected str, got int"),
+        (of(env_vars={"A": 1}), "tasks[0].env_vars['A'] is 1; expected a text"),
         (
             Job(role="r", replicas=2, tasks=SPECS),
             "is ['separate', 'shared']; expected the same for all tasks of a job",
