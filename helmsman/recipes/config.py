@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
+import os
 import re
 import textwrap
 import tomllib
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api.errors import BackendNotInstalledError
+from helmsman.api.plain import plain
 from helmsman.api.suggestions import did_you_mean
 from helmsman.recipes.choosing import CHOSEN, Choice, choose
 from helmsman.recipes.resolving import resolve, told
@@ -66,18 +69,23 @@ def read(
     given: Mapping[str, Any] | None = None,
 ) -> tuple[S, list[Choice]]:
     """Do the same as ``load``, and also return the choices with their reasons."""
+    if not isinstance(path, str | os.PathLike | None):
+        raise ValueError(
+            f"config is of type {type(path).__name__}; expected a file. Pass the entries of a "
+            "mapping as arguments: **config"
+        )
     where = "the settings" if path is None else str(path)
-    entries = {} if path is None else _read(_find(path))
+    entries = {} if path is None else _as_json(where, _read(_find(path)))
     _require_known(where, entries, kind)
     if given:
+        given = _as_json("the arguments", plain(given))
         _require_known("the arguments", given, kind)
         entries = _merged(entries, given)
     for key, text in overrides:
         _set(entries, key, text, kind)
     try:
-        # YAML and TOML have dates but settings.json does not: convert them to texts.
-        plain = _in_full(msgspec.to_builtins(entries), kind)
-        settings, choices = choose(msgspec.convert(plain, kind, strict=False), flat_keys(plain))
+        full = _in_full(entries, kind)
+        settings, choices = choose(msgspec.convert(full, kind, strict=False), flat_keys(full))
         return resolve(settings), choices
     except msgspec.ValidationError as error:
         text = told(error, kind)
@@ -240,6 +248,22 @@ def _require_known(
             if not isinstance(each, Mapping):
                 raise ValueError(f"{where}: {at} is {each!r}; expected keys and values")
             _require_known(where, each, section, f"{at}.")
+
+
+def _as_json(where: str, value: Any, key: str = "") -> Any:
+    """Convert to what settings.json can hold, such as a date to a text, or name the key."""
+    if isinstance(value, dict):
+        return {
+            name: _as_json(where, each, f"{key}.{name}" if key else str(name))
+            for name, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_as_json(where, each, f"{key}[{index}]") for index, each in enumerate(value)]
+    if not isinstance(value, bytes | bytearray | memoryview):
+        with contextlib.suppress(TypeError):
+            return msgspec.to_builtins(value)
+    expected = "null, a bool, number or text, or a list or mapping of these"
+    raise ValueError(f"{where}: {key} is {value!r:.80}; expected {expected}")
 
 
 def _in_full(entries: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class GRPO(Recipe[GRPOSettings]):
         self,
         model: str | Path | None = None,
         data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
-        rewards: Sequence[RewardLike] | None = None,
+        rewards: Sequence[RewardLike] | RewardLike | None = None,
         *,
         agent: str | Callable[..., Any] | Mapping[str, Any] | None = None,
         **settings: Any,
@@ -69,7 +69,9 @@ class GRPO(Recipe[GRPOSettings]):
         if agent is not None:
             settings["agent"] = self._agent(agent)
         if rewards is not None:
-            settings["rewards"] = [self._entries(reward) for reward in rewards]
+            is_one = isinstance(rewards, str | Mapping | Reward) or callable(rewards)
+            each: Any = [rewards] if is_one else rewards
+            settings["rewards"] = [self._entries(reward) for reward in each]
         super().__init__(model, data, **settings)
 
     def _agent(self, agent: str | Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +182,7 @@ class GRPO(Recipe[GRPOSettings]):
 def PPO(  # noqa: N802 - used like the recipe classes
     model: str | Path | None = None,
     data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
-    rewards: Sequence[RewardLike] | None = None,
+    rewards: Sequence[RewardLike] | RewardLike | None = None,
     **settings: Any,
 ) -> GRPO:
     """Train a language model by PPO with a critic: the loop of GRPO with the preset ``ppo``.

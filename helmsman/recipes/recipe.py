@@ -80,7 +80,7 @@ class Recipe(abc.ABC, Generic[S]):
         """Rows passed as Python objects, by the names that they have in the settings."""
         given = dict(settings)
         if model is not None:
-            given["model"] = str(model)
+            given["model"] = model
         if data is not None:
             is_rows = not isinstance(data, Mapping) or hasattr(data, "column_names")
             given["data"] = {"train": data} if is_rows else dict(cast(Mapping[str, Any], data))

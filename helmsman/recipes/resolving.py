@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from helmsman.api.environment import unfit
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.train_config import LOSS_NAMES, TrainConfig
 from helmsman.recipes.roles import ENGINES
@@ -142,6 +143,9 @@ def resolve(settings: S) -> S:
         value = _get(settings, path)
         if value is not None and not value > 0:
             raise ValueError(f"{path} is {value:g}; expected more than 0")
+    for name, text in settings.cluster.env_vars.items():
+        if found := unfit(name, text):
+            raise ValueError(f"cluster.env_vars[{name!r}] is {found[0]!r}; expected {found[1]}")
     # Workers may have another working directory, so make the path absolute.
     settings = msgspec.structs.replace(settings, model=str(Path(settings.model).absolute()))
     _check_train(settings)
