@@ -71,7 +71,7 @@ class FSDPTrainEngine(TrainEngine):
                 f"give either a TrainConfig or its fields, not both (fields: {', '.join(fields)})"
             )
         self.config = config if config is not None else msgspec.convert(fields, TrainConfig)
-        self._owns_group = False
+        self._group: dist.ProcessGroup | None = None
         self._mesh: ParallelMesh | None = None
         self._model: nn.Module | None = None
         self._in_files: CheckpointNames | None = None
@@ -85,11 +85,13 @@ class FSDPTrainEngine(TrainEngine):
 
         Raises:
             ConnectionError: Not all ranks joined within ``rendezvous_timeout_s``.
+            ValueError: The process has a group of another size than WORLD_SIZE, or the address of
+                rank 0 is missing.
         """
-        if self._owns_group:
+        if self._group is not None:
             return
         current_platform.set_device(local_device_index())
-        self._owns_group = join_process_group(
+        self._group = join_process_group(
             rendezvous_timeout_s=self.config.rendezvous_timeout_s,
             collective_timeout_s=self.config.collective_timeout_s,
         )
@@ -476,9 +478,9 @@ class FSDPTrainEngine(TrainEngine):
         self._mesh = self._model = self._optimizer = None
         if had_model:
             current_platform.empty_cache()
-        if self._owns_group:
-            self._owns_group = False
-            leave_process_group()
+        group, self._group = self._group, None
+        if group is not None:
+            leave_process_group(group)
 
     @property
     def data_parallel_rank(self) -> int:

@@ -249,6 +249,11 @@ def _check_data(settings: RunSettings) -> None:
         raise ValueError(
             f"cluster.num_nodes is {cluster.num_nodes}, which requires cluster.scheduler 'ray'"
         )
+    if cluster.scheduler == "inline" and cluster.train_workers > 1:
+        raise ValueError(
+            "cluster.scheduler 'inline' runs one rank of each model, in the script's process; "
+            f"expected cluster.train_workers 1, not {cluster.train_workers}"
+        )
 
 
 def _check_cluster(settings: GRPOSettings) -> None:
@@ -289,14 +294,6 @@ def _check_cluster(settings: GRPOSettings) -> None:
                 "sync.in_flight is 'abort'; expected 'keep', because no request is in flight "
                 "during a weight sync with cluster.placement 'colocated'"
             )
-    algorithm = settings.algorithm
-    has_siblings = bool(algorithm.kl_coef) or algorithm.preset == "ppo"
-    if cluster.scheduler == "inline" and (cluster.train_workers > 1 or has_siblings):
-        raise ValueError(
-            "cluster.scheduler 'inline' supports only one rank; expected cluster.train_workers 1, "
-            "algorithm.kl_coef 0 and a preset other than 'ppo', since a reference model and a "
-            "critic need ranks of their own"
-        )
 
 
 def _check_rewards(settings: GRPOSettings) -> None:

@@ -30,6 +30,8 @@ from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.messages import Reply
 from helmsman.rpc_server._wire.wire import Outgoing
 
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+
 
 class InlineScheduler(BackendScheduler):
     """Runs workers as threads of this process.
@@ -74,8 +76,8 @@ class InlineBackend(Backend):
         self.allocator = machine
         self.store = SegmentStore()
         self._environment = dict(os.environ)
-        self._set_by: dict[str, tuple[str, str]] = {}
-        """Variable -> (worker that set it, value)."""
+        self._set_by: dict[str, dict[str, str]] = {}
+        """Worker -> the variables that it set, while it lives."""
 
     async def launch(self, start: Launch) -> list[WorkerClient]:
         clients = []
@@ -92,6 +94,7 @@ class InlineBackend(Backend):
                 ]
             )
             start.resources.callback(host.close)
+            start.resources.callback(self._set_by.pop, identity.worker_id, None)
             transport = InlineTransport(host)
             clients.append(
                 WorkerClient(
@@ -104,17 +107,20 @@ class InlineBackend(Backend):
         return current_platform.allow()
 
     def require_environment(self, worker_id: str, env: Mapping[str, str]) -> None:
+        # A job of one rank connects to no address, so that its address may be replaced.
+        shared = _ADDRESS if env.get("WORLD_SIZE") == "1" else ()
         for name, value in env.items():
-            owner, current = self._set_by.get(name, (worker_id, value))
-            if owner != worker_id and current != value:
-                raise InvalidSpecError(
-                    role=worker_id.rpartition("/")[0],
-                    field=f"environment variable {name} of {worker_id}",
-                    value=value,
-                    expected=f"{current!r}, as set by {owner}: inline workers share one process "
-                    "and its environment. Use replicas=1, or the 'local' scheduler",
-                )
-        self._set_by.update((name, (worker_id, value)) for name, value in env.items())
+            for owner, variables in list(self._set_by.items()):
+                current = variables.get(name, value)
+                if owner != worker_id and current != value and name not in shared:
+                    raise InvalidSpecError(
+                        role=worker_id.rpartition("/")[0],
+                        field=f"environment variable {name} of {worker_id}",
+                        value=value,
+                        expected=f"{current!r}, as set by {owner}: inline workers share one "
+                        "process and its environment. Use replicas=1, or the 'local' scheduler",
+                    )
+        self._set_by.setdefault(worker_id, {}).update(env)
 
     async def close(self) -> None:
         for name in set(os.environ) - set(self._environment):

@@ -1,14 +1,15 @@
 """Process group of a training job, collective error checks on its ranks, and tensors by name.
 
-Several engines of one process (such as an actor and its reference model) share the default group.
-The first engine creates it, and the last one to leave destroys it. A group created elsewhere is
-never destroyed here.
+Several engines of one process (an actor and its reference model, or all trainers of the inline
+scheduler) share the default group. The first engine creates it, and the last one to leave destroys
+it. A group created elsewhere is never destroyed here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,10 @@ from torch import nn
 
 from helmsman.api.platforms import current_platform
 
+_lock = threading.Lock()
+"""Held while engines in threads of one process (inline) join or leave the group."""
+_group: dist.ProcessGroup | None = None
+"""The default group, if it was created here."""
 _num_users = 0
 
 
@@ -37,20 +42,38 @@ def local_device_index() -> int:
     return 0 if current_platform.device_count() == 1 else environment_int("LOCAL_RANK", 0)
 
 
-def join_process_group(*, rendezvous_timeout_s: float, collective_timeout_s: float) -> bool:
+def join_process_group(
+    *, rendezvous_timeout_s: float, collective_timeout_s: float
+) -> dist.ProcessGroup | None:
     """Join the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    A job of one rank needs no address and opens no port. Returns whether the caller must leave the
-    group; False if it was created elsewhere.
+    A job of one rank needs no address and opens no port. Returns the group, which the caller must
+    leave; None if it was created elsewhere.
 
     Raises:
         ConnectionError: Not all ranks joined in time.
-        ValueError: The environment has no address or port.
+        ValueError: The environment has no address or port, or the process has a group of another
+            size.
     """
-    global _num_users
+    with _lock:
+        return _join(rendezvous_timeout_s, collective_timeout_s)
+
+
+def _join(rendezvous_timeout_s: float, collective_timeout_s: float) -> dist.ProcessGroup | None:
+    global _group, _num_users
     if dist.is_initialized():
-        _num_users += _num_users > 0
-        return _num_users > 0
+        size = dist.get_world_size()
+        if (expected := environment_int("WORLD_SIZE", size)) != size:
+            raise ValueError(
+                f"the process group was not joined (pid {os.getpid()}): this process has a default "
+                f"process group of {size} ranks, expected WORLD_SIZE, {expected}. Destroy that "
+                "group first, or use the 'local' scheduler, whose workers are processes of their "
+                "own"
+            )
+        if dist.group.WORLD is not _group:
+            return None
+        _num_users += 1
+        return _group
     rank, world_size = environment_int("RANK", 0), environment_int("WORLD_SIZE", 1)
     device_type, backend = current_platform.device_type, current_platform.communication_backend
     dist.init_process_group(
@@ -61,8 +84,8 @@ def join_process_group(*, rendezvous_timeout_s: float, collective_timeout_s: flo
         world_size=world_size,
         timeout=timedelta(seconds=collective_timeout_s),
     )
-    _num_users = 1
-    return True
+    _group, _num_users = dist.group.WORLD, 1
+    return _group
 
 
 def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
@@ -88,11 +111,22 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         ) from exc
 
 
-def leave_process_group() -> None:
-    global _num_users
-    _num_users = max(0, _num_users - 1)
-    if _num_users == 0 and dist.is_initialized():
-        dist.destroy_process_group()
+def leave_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """Leave a group that join_process_group returned; by default, the last one.
+
+    Nothing happens if the group was aborted, or if the script has destroyed it and another one was
+    created since.
+    """
+    global _group, _num_users
+    with _lock:
+        if _group is None or group not in (None, _group):
+            return
+        group = _group
+        _num_users -= 1
+        if _num_users == 0:
+            _group = None
+            if group is dist.group.WORLD:
+                dist.destroy_process_group()
 
 
 def abort_process_groups() -> None:
@@ -100,10 +134,10 @@ def abort_process_groups() -> None:
 
     From any thread.
     """
-    global _num_users
+    global _group, _num_users
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
-    _num_users = 0
+    _group, _num_users = None, 0
 
 
 def gather_objects(value: Any) -> list[Any]:
