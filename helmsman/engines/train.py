@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ class FSDPTrainEngine(TrainEngine):
                 f"give either a TrainConfig or its fields, not both (fields: {', '.join(fields)})"
             )
         self.config = config if config is not None else msgspec.convert(fields, TrainConfig)
-        self._group: dist.ProcessGroup | None = None
+        self._leave_group: weakref.finalize[[], FSDPTrainEngine] | None = None
         self._mesh: ParallelMesh | None = None
         self._model: nn.Module | None = None
         self._in_files: CheckpointNames | None = None
@@ -88,13 +89,17 @@ class FSDPTrainEngine(TrainEngine):
             ValueError: The process has a group of another size than WORLD_SIZE, or the address of
                 rank 0 is missing.
         """
-        if self._group is not None:
+        if self._leave_group is not None:
             return
         current_platform.set_device(local_device_index())
-        self._group = join_process_group(
+        group = join_process_group(
             rendezvous_timeout_s=self.config.rendezvous_timeout_s,
             collective_timeout_s=self.config.collective_timeout_s,
         )
+        if group is not None:
+            # A worker that is restarted inline drops its engines without destroying them.
+            self._leave_group = weakref.finalize(self, leave_process_group, group)
+            self._leave_group.atexit = False
 
     def initialize(self) -> None:
         """Build the model and the optimizer on this rank.
@@ -478,9 +483,9 @@ class FSDPTrainEngine(TrainEngine):
         self._mesh = self._model = self._optimizer = None
         if had_model:
             current_platform.empty_cache()
-        group, self._group = self._group, None
-        if group is not None:
-            leave_process_group(group)
+        leave, self._leave_group = self._leave_group, None
+        if leave is not None:
+            leave()
 
     @property
     def data_parallel_rank(self) -> int:

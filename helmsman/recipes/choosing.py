@@ -119,11 +119,10 @@ def _choose_devices(choices: _Choices) -> None:
     if not choices.is_given("cluster.devices_per_node"):
         with LocalScheduler() as scheduler:  # only counts device files; starts no process
             num_devices = scheduler.n_gpus_per_node
-        choices.take(
-            "cluster.devices_per_node",
-            num_devices,
-            f"this machine has {num_devices or 'no'} accelerators",
-        )
+        reason = f"this machine has {num_devices or 'no'} accelerators"
+        if choices.settings.cluster.scheduler == "inline" and num_devices > 1:
+            num_devices, reason = 1, "one rank of each model in the script's process"
+        choices.take("cluster.devices_per_node", num_devices, reason)
     if choices.settings.cluster.devices_per_node and not choices.is_given(
         "cluster.device_memory_gb"
     ):

@@ -20,8 +20,10 @@ from torch import nn
 
 from helmsman.api.platforms import current_platform
 
-_lock = threading.Lock()
-"""Held while engines in threads of one process (inline) join or leave the group."""
+_lock = threading.RLock()
+"""Held while engines in threads of one process (inline) join or leave the group. Reentrant, since a
+garbage collection may free an engine, which then leaves.
+"""
 _group: dist.ProcessGroup | None = None
 """The default group, if it was created here."""
 _num_users = 0
