@@ -161,6 +161,14 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Factor per turn of later rewards, for ``turn``."""
     family: str | None = None
     """Form of the model's tool calls; recognised from the chat template when not given."""
+    host: str = "127.0.0.1"
+    """Address on which the gateway listens; 0.0.0.0 for all, so that agents in containers or on
+    other nodes reach it."""
+    port: int = 0
+    """Port on which the gateway listens; 0 for a free one."""
+    public_url: str | None = None
+    """URL by which agents reach the gateway, such as that of a proxy; by default ``host`` and
+    ``port``."""
 
     @property
     def is_given(self) -> bool:

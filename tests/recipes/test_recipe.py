@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +119,26 @@ def test_command_help_lists_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["grpo", "--help"])
     assert "one_machine_8gpu_colocated" in " ".join(capsys.readouterr().out.split())
+
+
+def test_agent_addresses(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    public = f"http://localhost:{port}/rl"
+    urls = set()
+
+    def agent(task: dict[str, Any], base_url: str, api_key: str) -> float:
+        urls.add(base_url.partition("/sessions/")[0])
+        body = {"model": "m", "messages": [{"role": "user", "content": task["prompt"]}]}
+        request = urllib.request.Request(
+            f"{base_url.replace('/rl', '')}/chat/completions",  # as a proxy removes the path
+            json.dumps(body).encode(),
+            {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            return float(len(answer.read()))
+
+    listening = {"use": agent, "host": "0.0.0.0", "port": port, "public_url": public}
+    run = inline(model, tmp_path / "out", steps=1, rewards=None, agent=listening)
+    assert run.train().steps == 1
+    assert urls == {public}
