@@ -21,6 +21,7 @@ import msgspec
 from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.plain import plain
 from helmsman.api.suggestions import did_you_mean
+from helmsman.api.yaml_text import read_yaml
 from helmsman.recipes.choosing import CHOSEN, Choice, choose
 from helmsman.recipes.resolving import resolve, told
 from helmsman.recipes.settings import RunSettings
@@ -30,8 +31,6 @@ _SHORT = {"data": "data.train"}
 """Short flags and the keys that they set."""
 EXTENDS = "extends"
 """Key that names a file's base; the path is relative to the file."""
-_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+$")
-
 
 CONFIGS = Path(__file__).parent / "configs"
 """Folder of the packaged configurations, which ``--config`` finds by name."""
@@ -206,11 +205,8 @@ def _parse(path: Path) -> Any:
             package="yaml",
             command="pip install pyyaml   (or write the file in TOML)",
         ) from error
-    # PyYAML reads numbers without a dot, such as 1e-6, as texts.
-    loader: Any = type("Loader", (yaml.SafeLoader,), {})
-    loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
     try:
-        return yaml.load(text, loader)
+        return read_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 

@@ -12,6 +12,7 @@ import msgspec
 from helmsman.api.errors import JobsFileError
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
 from helmsman.api.suggestions import did_you_mean
+from helmsman.api.yaml_text import read_yaml
 from helmsman.controller._placement.resources import ClusterSnapshot, NodeState, Resources
 
 T = TypeVar("T")
@@ -149,9 +150,7 @@ def _parse(path: str) -> Any:
         text = Path(path).read_text()
         if path.endswith(".toml"):
             return tomllib.loads(text)
-        import yaml
-
-        return yaml.safe_load(text)
+        return read_yaml(text)
     except ImportError as error:
         reason = "it is not installed; pip install pyyaml, or write the file in TOML"
         raise JobsFileError(path="a YAML file", where="PyYAML", reason=reason) from error

@@ -277,6 +277,21 @@ def test_load_yaml_number_without_dot(tmp_path: Path) -> None:
     assert config.load(GRPOSettings, path).train.engine == {"eps": 1e-6}
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {lr: 0.1}\nsteps: 3\ntrain: {minibatches: 1}", "line 3, column 1"),
+        ('{"steps": 1, "train": {"lr": 0.1, "lr": 0.2}}', "line 1, column 35"),
+        ("base: &b {lr: 1}\ntrain: {<<: *b, lr: 2, lr: 3}", "line 2, column 24"),
+        ("1: a\n1: b", "line 2, column 1"),
+    ],
+)
+def test_load_key_given_twice(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"the key '.*' is given twice .*{message}"):
+        config.load(GRPOSettings, tmp_path / "run.yaml")
+
+
 def test_load_toml_date(file: Path) -> None:
     file.write_text(
         file.read_text().replace(
