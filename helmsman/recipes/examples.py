@@ -29,28 +29,28 @@ def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
         chats = [key for key in ("messages", "conversations") if key in given]
         answers = [key for key in dict.fromkeys((data.answer_key, "completion")) if key in given]
         if "input_ids" in given:
-            return _row(entry, tokenizer, [_tokenized(given, tokenizer)])
-        if chats:
+            samples = [_tokenized(given, tokenizer)]
+        elif chats:
             messages = messages_of(given[chats[0]], repr(chats[0]))
-            chat = Chat(messages, variables_of(given), repr(chats[0]))
-            return _row(entry, tokenizer, tokenizer.turns(chat))
-        if data.prompt_key in given and answers:
+            samples = tokenizer.turns(Chat(messages, variables_of(given), repr(chats[0])))
+        elif data.prompt_key in given and answers:
             if len(answers) > 1:
                 raise RowError(
                     f"the row has {' and '.join(map(repr, answers))}, expected one answer "
                     "(data.answer_key)"
                 )
-            answer = {repr(answers[0]): _text_of(given[answers[0]])}
-            samples = tokenizer.answers(given[data.prompt_key], answer, variables_of(given))
-            return _row(entry, tokenizer, samples)
-        if "text" in given:
+            prompt, answer = given[data.prompt_key], _text_of(given[answers[0]])
+            samples = tokenizer.answer(prompt, repr(answers[0]), answer, variables_of(given))
+        elif "text" in given:
             if not isinstance(given["text"], str) or not given["text"]:
                 raise unlike("'text'", given["text"], "a text")
-            return _row(entry, tokenizer, [tokenizer.text(given["text"])])
-        raise RowError(
-            f"the row has {', '.join(map(repr, given)) or 'no values'}, expected 'input_ids', "
-            f"'messages', {data.prompt_key!r} with {data.answer_key!r}, or a 'text'"
-        )
+            samples = [tokenizer.continuation("", given["text"])]
+        else:
+            raise RowError(
+                f"the row has {', '.join(map(repr, given)) or 'no values'}, expected 'input_ids', "
+                f"'messages', {data.prompt_key!r} with {data.answer_key!r}, or a 'text'"
+            )
+        return _row(entry, tokenizer, samples)
 
     return encode
 
@@ -66,35 +66,34 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
         entry: dict[str, Any] = row if isinstance(row, dict) else {}
         if missing := [name for name in _PAIR if entry.get(name) is None]:
             raise unlike(repr(missing[0]), None, "a prompt with 'chosen' and 'rejected'")
-        pair: dict[str, Any] = {repr(name): _text_of(entry[name]) for name in _PAIR}
-        chosen: Any
-        rejected: Any
+        pair = [_text_of(entry[name]) for name in _PAIR]
+        if not (are_texts := all(isinstance(each, str) for each in pair)):
+            pair = [messages_of(entry[name], repr(name), "assistant") for name in _PAIR]
         prompt = entry.get(data.prompt_key)
-        if prompt is None:
-            are_texts = all(isinstance(each, str) for each in pair.values())
-            chosen, rejected = (
-                each if are_texts else messages_of(each, name) for name, each in pair.items()
-            )
-            shared = common(chosen, rejected)
-            if are_texts and chosen[:shared].endswith(" "):
+        if is_shared := prompt is None:
+            shared = common(*pair)
+            if are_texts and pair[0][:shared].endswith(" "):
                 shared -= 1  # tokens begin with a space rather than end with one
-            prompt, ends = chosen[:shared], (chosen[shared:], rejected[shared:])
-            if not (prompt and all(ends)):
+            prompt, pair = pair[0][:shared], [each[shared:] for each in pair]
+            if not (prompt and all(pair)):
                 raise unlike(
                     repr(data.prompt_key), None, "a prompt, or the same beginning of both answers"
                 )
-            if are_texts:
-                return _row(entry, tokenizer, tokenizer.continuations(prompt, ends))
-            pair = dict(zip(pair, ends, strict=True))
-        samples = tokenizer.answers(prompt, pair, variables_of(entry))
+        if is_shared and are_texts:
+            samples = [tokenizer.continuation(prompt, each) for each in pair]
+        else:
+            answers, variables = zip(map(repr, _PAIR), pair, strict=True), variables_of(entry)
+            made = [tokenizer.answer(prompt, *each, variables) for each in answers]
+            samples = [sample for each in made for sample in each]
         if len(samples) != len(_PAIR):
             raise RowError(
                 "'chosen' or 'rejected' has turns that the chat template renders otherwise when "
                 "others follow, expected a template that only appends"
             )
-        start = min(each["loss_mask"].index(1) for each in samples)
-        for mask in (each["loss_mask"] for each in samples):
-            mask[start : mask.index(1)] = [1] * (mask.index(1) - start)
+        masks = [each["loss_mask"] for each in samples]
+        starts = [[*mask, 1].index(1) for mask in masks]
+        for mask, start in zip(masks, starts, strict=True):
+            mask[min(starts) : start] = [1] * (start - min(starts))
         return _row(entry, tokenizer, samples)
 
     return encode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +68,20 @@ class ChatTokenizer(FolderTokenizer):
         super().__init__(folder)
         if data.chat_template is not None:
             try:
-                self._tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
+                self.tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"data.chat_template, {data.chat_template}, is not UTF-8 text: {error}"
                 ) from error
         self._system, self._field = data.system_prompt, repr(data.prompt_key)
         stops = {self.eos_id, *_end_tokens(Path(folder))}
-        self._template = ChatTemplate(self._tokenizer, data.template_args, self._system, stops)
-        self.end_id = self._template.end_id if self._template.is_given else self.eos_id
+        self._template = ChatTemplate(self.tokenizer, data.template_args, self._system, stops)
+        self.end_id = self._template.end_id
         """Token that ends an answer; None if the chat template writes none."""
         self.stop_ids = tuple(sorted(stops | {each for each in [self.end_id] if each is not None}))
         """Stop tokens: of the tokenizer, of generation_config.json and of the chat template."""
 
-    def encode(
-        self, prompt: Any, variables: Mapping[str, Any] | None = None
-    ) -> tuple[str, list[int]]:
+    def encode(self, prompt: Any, variables: dict[str, Any] | None = None) -> tuple[str, list[int]]:
         """Return text and tokens of a prompt; token ids are passed on unchanged.
 
         A text becomes a user's message. It is passed on as it is after the system prompt if there
@@ -98,59 +96,51 @@ class ChatTokenizer(FolderTokenizer):
             RowError: The prompt has another form, or the template refuses it.
         """
         if is_token_ids(prompt):
-            return str(self._tokenizer.decode(self.known(prompt, self._field))), prompt
+            return str(self.tokenizer.decode(self.known(prompt, self._field))), prompt
         if (text := self._written(prompt)) is not None:
-            return text, self._whole(text)
+            return text, self._template.ids(text, is_whole=True)
         messages = messages_of(prompt, self._field, "user")
-        chat = Chat(messages, dict(variables or {}), self._field)
-        is_begun = chat.messages[-1]["role"] == "assistant"
+        chat = Chat(messages, variables or {}, self._field)
+        is_begun = messages[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
         text = self._template.render(chat, **how)
         self._template.require_all(chat, text, **how)
         return text, self._template.ids(text)
 
-    def text(self, text: str) -> Sample:
-        """Return a sample that trains on a text and the end token."""
-        return _sample(self._whole(self._closed(text, self._tokenizer.eos_token)), 0)
-
-    def answers(
-        self, prompt: Any, answers: Mapping[str, Any], variables: dict[str, Any]
+    def answer(
+        self, prompt: Any, field: str, answer: Any, variables: dict[str, Any]
     ) -> list[Sample]:
-        """Return samples that train on the assistant's turns of answers to a prompt.
+        """Return samples that train on the assistant's turns of an answer to a prompt.
 
         Args:
             prompt: A text, a message, messages or token ids.
-            answers: Texts, messages or lists of messages, by field of the row.
+            field: Field of the answer in the row, for the messages of errors.
+            answer: A text, a message or messages.
             variables: Variables of the template.
 
         Raises:
             RowError: Prompt or answer has another form, or the template refuses them.
         """
-        are_texts = all(isinstance(each, str) for each in answers.values())
-        if is_token_ids(prompt) and are_texts:
+        if isinstance(answer, str) and is_token_ids(prompt):
             begin = self.known(prompt, self._field)
-            end = [] if self.end_id is None else [self.end_id]
-            ids = [begin + self._template.ids(each) + end for each in answers.values()]
-            return [_sample(each, len(begin)) for each in ids]
-        if (written := self._written(prompt)) is not None and are_texts:
-            return self.continuations(written, list(answers.values()))
-        before, samples = messages_of(prompt, self._field, "user"), list[Sample]()
-        for field, answer in answers.items():
-            after = messages_of(answer, field, "assistant")
-            after = after[len(before) :] if after[: len(before)] == before else after
-            if not after or after[0]["role"] != "assistant":
-                raise unlike(field, answer, "the assistant's answer")
-            chat = Chat(before + after, variables, f"{self._field} + {field}")
-            samples += self.turns(chat, len(before))
-        return samples
+            after = [*self._template.ids(answer), *([] if self.end_id is None else [self.end_id])]
+            mask = [0] * len(begin) + [1] * len(after)
+            return [{"input_ids": begin + after, "loss_mask": mask}]
+        if isinstance(answer, str) and (text := self._written(prompt)) is not None:
+            return [self.continuation(text, answer)]
+        before = messages_of(prompt, self._field, "user")
+        turns = messages_of(answer, field, "assistant")
+        turns = turns[len(before) :] if turns[: len(before)] == before else turns
+        if not turns or turns[0]["role"] != "assistant":
+            raise unlike(field, answer, "the assistant's answer")
+        return self.turns(Chat(before + turns, variables, f"{self._field} + {field}"), len(before))
 
-    def continuations(self, text: str, answers: Sequence[str]) -> list[Sample]:
-        """Return samples that train on the continuations of a text, without a template."""
-        eos = self._tokenizer.eos_token
+    def continuation(self, text: str, answer: str) -> Sample:
+        """Return a sample that trains on the continuation of a text, without a template."""
+        eos, whole = self.tokenizer.eos_token, text + answer
         end = (self._template.end or eos) if self._is_begun(text) else eos
-        every = [self._whole(self._closed(text + answer, end)) for answer in answers]
-        start = min(common(self._whole(text), ids) for ids in every)
-        return [_sample(ids, start) for ids in every]
+        whole += "" if whole.rstrip().endswith((end, eos)) else end
+        return self._sample(whole, [(text, whole)], is_whole=True)
 
     def turns(self, chat: Chat, first: int = 0) -> list[Sample]:
         """Return samples that train on the assistant's turns from a message on.
@@ -172,38 +162,36 @@ class ChatTokenizer(FolderTokenizer):
             raise RowError(f"{chat.field} has no turn of the assistant, expected one to train on")
         if not first and (marked := template.marked(chat)):
             return [marked]
-        ends = {i: template.render(chat.first(i + 1)) for i in turns if i >= first}
-        samples = [self._last_turn(chat.first(i + 1), end) for i, end in ends.items()]
-        if not all(whole.startswith(end) for end in ends.values()):
-            return samples
-        ids = template.ids(whole)
-        mask = [0] * len(ids)
-        for sample in samples:
-            stop = common(sample["input_ids"], ids)
-            start = min(stop, sample["loss_mask"].count(0))
-            mask[start:stop] = [1] * (stop - start)
-        return [{"input_ids": ids, "loss_mask": mask}]
-
-    def _last_turn(self, chat: Chat, text: str) -> Sample:
-        """Return the sample of a chat that trains on its last message."""
-        template, before = self._template, chat.first(len(chat.messages) - 1)
-        begin = template.render(before, add_generation_prompt=True)
-        if not text.startswith(begin):
-            # The template may begin an answer otherwise than it writes one, but not what precedes.
-            bare = template.render(before)
-            if not (begin.startswith(bare) and text.startswith(bare)):
-                raise RowError(
-                    f"{chat.field}[{len(before.messages)}] changes how the chat template renders "
-                    "the messages before it, expected a template that only appends"
-                )
-        ids = template.ids(text)
-        return _sample(ids, common(template.ids(begin), ids))
+        parts = [template.last_part(chat.first(i + 1)) for i in turns if i >= first]
+        if all(whole.startswith(end) for _, end in parts):
+            return [self._sample(whole, parts)]
+        return [self._sample(part[1], [part]) for part in parts]
 
     def known(self, ids: list[int], field: str) -> list[int]:
         """Return token ids, which must be in the vocabulary."""
-        if max(ids) >= (size := len(self._tokenizer)):
+        if max(ids) >= (size := len(self.tokenizer)):
             raise RowError(f"{field} has the token {max(ids)}, expected less than {size}")
         return ids
+
+    def _sample(
+        self, text: str, parts: Iterable[tuple[str, str]], *, is_whole: bool = False
+    ) -> Sample:
+        """Return a sample that trains on parts of a text: on its beginnings, without shorter ones.
+
+        Args:
+            text: The text.
+            parts: The text before each part, and the text with it.
+            is_whole: Whether the tokenizer adds its special tokens.
+        """
+        ids = self._template.ids(text, is_whole=is_whole)
+        mask = [0] * len(ids)
+        for begin, end in parts:
+            start, stop = (
+                common(self._template.ids(each, is_whole=is_whole), ids) if each else 0
+                for each in (begin, end)
+            )
+            mask[start:stop] = [1] * (stop - start)
+        return {"input_ids": ids, "loss_mask": mask}
 
     def _written(self, prompt: Any) -> str | None:
         """Return the text of a prompt around which no template is put."""
@@ -215,28 +203,13 @@ class ChatTokenizer(FolderTokenizer):
 
     def _is_begun(self, text: str) -> bool:
         """Whether a text ends as the template begins an answer."""
-        cue = self._template.cue
-        return self._template.is_given and bool(cue) and text.rstrip().endswith(cue)
-
-    def _closed(self, text: str, end: str) -> str:
-        ends = (end, self._tokenizer.eos_token)
-        return text if text.rstrip().endswith(ends) else text + end
-
-    def _whole(self, text: str) -> list[int]:
-        """Return the tokens of a text with the tokenizer's special tokens, none of them twice."""
-        ids = self._template.ids(text, is_whole=True)
-        ids = ids[1:] if ids[:2] == [self._tokenizer.bos_token_id] * 2 else ids
-        return ids[:-1] if ids[-2:] == [self.eos_id] * 2 else ids
+        return bool(self._template.cue) and text.rstrip().endswith(self._template.cue)
 
 
 def common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the number of first items that two sequences share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _sample(ids: list[int], start: int) -> Sample:
-    return {"input_ids": ids, "loss_mask": [0] * start + [1] * (len(ids) - start)}
 
 
 class _Generation(msgspec.Struct):

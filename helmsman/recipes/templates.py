@@ -56,8 +56,9 @@ class ChatTemplate:
         self.is_given = bool(tokenizer.chat_template)
         """Whether the tokenizer has a template; chats become paragraphs otherwise."""
         if not self.is_given:
-            starts = tokenizer.encode("a")[0] == tokenizer.bos_token_id
-            start = tokenizer.bos_token if starts else ""
+            start = (
+                tokenizer.bos_token if tokenizer.encode("a")[0] == tokenizer.bos_token_id else ""
+            )
             self._variables |= {"chat_template": _PARAGRAPHS, "start": start}
         self._has_parts, self._takes, self.end = False, {str, dict}, ""
         text = self._try(_chat("user", _WORD))
@@ -93,15 +94,37 @@ class ChatTemplate:
         return str(self._apply(chat, tokenize=False, **how))
 
     def ids(self, text: str, *, is_whole: bool = False) -> list[int]:
-        """Return the tokens of a text, with those that the tokenizer adds if it ``is_whole``.
+        """Return the tokens of a text, with the tokenizer's special tokens if it ``is_whole``.
+
+        None of these is doubled.
 
         Raises:
             RowError: The text is not valid Unicode.
         """
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=is_whole))
+            ids = list(self._tokenizer.encode(text, add_special_tokens=is_whole))
         except (TypeError, UnicodeError) as error:  # of lone surrogates
             raise unlike("a text", text, "valid Unicode") from error
+        ids = ids[1:] if is_whole and ids[:2] == [self._tokenizer.bos_token_id] * 2 else ids
+        return ids[:-1] if is_whole and ids[-2:] == [self._tokenizer.eos_token_id] * 2 else ids
+
+    def last_part(self, chat: Chat) -> tuple[str, str]:
+        """Return the text of a chat up to its last message, with its beginning, and the whole one.
+
+        Raises:
+            RowError: The template refuses the chat, or the last message changes others.
+        """
+        before = chat.first(len(chat.messages) - 1)
+        text, begin = self.render(chat), self.render(before, add_generation_prompt=True)
+        if not text.startswith(begin):
+            # The template may begin an answer otherwise than it writes one, but not what precedes.
+            bare = self.render(before)
+            if not (begin.startswith(bare) and text.startswith(bare)):
+                raise RowError(
+                    f"{chat.field}[{len(before.messages)}] changes how the chat template renders "
+                    "the messages before it, expected a template that only appends"
+                )
+        return begin, text
 
     def marked(self, chat: Chat) -> dict[str, list[int]] | None:
         """Return a sample by the template's marks of generated text, if it has marks."""
@@ -124,19 +147,14 @@ class ChatTemplate:
         Raises:
             RowError: The template leaves something out.
         """
-        messages = chat.messages
         others = [
-            (f"{chat.field}[{at}].content", chat.changed(at, {**message, "content": _WORD}))
-            for at, message in enumerate(messages)
-            if message["content"].strip() not in text
-        ]
-        others += [
-            (f"{chat.field}[{at}].tool_calls", chat.changed(at, {**message, "tool_calls": []}))
-            for at, message in enumerate(messages)
-            if "tool_calls" in message
+            (f"{chat.field}[{at}].{key}", chat.changed(at, {**message, key: other}))
+            for at, message in enumerate(chat.messages)
+            for key, other in (("content", _WORD), ("tool_calls", []))
+            if str(message.get(key, "")).strip() not in text
         ]
         if chat.variables.get("tools"):
-            without = Chat(messages, {**chat.variables, "tools": None}, chat.field)
+            without = Chat(chat.messages, {**chat.variables, "tools": None}, chat.field)
             others.append(("'tools'", without))
         for field, other in others:
             if self._try(other, **how) == text:
