@@ -9,8 +9,8 @@ from helmsman.recipes.prompts import ChatTokenizer, Encode, Row, Sample, common
 from helmsman.recipes.rows import RowError, unlike
 from helmsman.recipes.settings import Data
 
-_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "attention_mask")
-"""Keys with a 0 for each token that is not trained on."""
+_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "attention_mask", "labels")
+"""Keys with a 0 for each token that is not trained on; in labels a -100, and else the token."""
 _PAIR = ("chosen", "rejected")
 
 
@@ -100,19 +100,18 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
 
 
 def _tokenized(entry: dict[str, Any], tokenizer: ChatTokenizer) -> Sample:
-    ids = entry["input_ids"]
-    if not is_token_ids(ids):
+    if not is_token_ids(ids := entry["input_ids"]):
         raise unlike("'input_ids'", ids, "token ids")
-    masks = {name: entry[name] for name in _MASKS if name in entry}
-    if isinstance(labels := entry.get("labels", []), list) and "labels" in entry:
-        masks["labels"] = [int(each != -100) for each in labels]
-        if any(each not in (-100, id_) for each, id_ in zip(labels, ids, strict=False)):
-            raise unlike("'labels'", labels, "the token ids or -100")
-    for name, mask in masks.items():
-        if not isinstance(mask, list) or len(mask) != len(ids) or not {0, 1}.issuperset(mask):
-            raise unlike(repr(name), mask, f"{len(ids)} numbers of 0 and 1")
-    mask = [int(all(each)) for each in zip([1] * len(ids), *masks.values(), strict=True)]
-    return {"input_ids": tokenizer.known(ids, "'input_ids'"), "loss_mask": mask}
+    mask = [1] * len(tokenizer.known(ids, "'input_ids'"))
+    for name in (each for each in _MASKS if each in entry):
+        given, is_labels = entry[name], name == "labels"
+        off, on = (-100, ids) if is_labels else (0, [1] * len(ids))
+        is_list = isinstance(given, list) and len(given) == len(ids)
+        if not is_list or any(each not in (off, id_) for each, id_ in zip(given, on, strict=True)):
+            numbers = f"{len(ids)} numbers of 0 and 1"
+            raise unlike(repr(name), given, "the token ids or -100" if is_labels else numbers)
+        mask = [int(counts and each != off) for counts, each in zip(mask, given, strict=True)]
+    return {"input_ids": ids, "loss_mask": mask}
 
 
 def _text_of(answer: Any) -> Any:

@@ -36,13 +36,8 @@ class Chat(msgspec.Struct, frozen=True):
     field: str
     """Field of the row, for the messages of errors."""
 
-    def first(self, count: int) -> Chat:
-        """Return the chat of the first messages."""
-        return Chat(self.messages[:count], self.variables, self.field)
-
-    def changed(self, at: int, message: dict[str, Any]) -> Chat:
-        """Return the chat with another message at an index."""
-        messages = [*self.messages[:at], message, *self.messages[at + 1 :]]
+    def of(self, messages: Messages) -> Chat:
+        """Return the chat with other messages."""
         return Chat(messages, self.variables, self.field)
 
 

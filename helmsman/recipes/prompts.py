@@ -37,12 +37,12 @@ class Row(msgspec.Struct, frozen=True):
     longest sample."""
 
 
-class Dataset(msgspec.Struct, frozen=True):
+class Dataset(msgspec.Struct):
     """Rows to train on and rows to evaluate on."""
 
-    train: list[Row]
-    held_out: list[Row]
-    num_too_long: int
+    train: list[Row] = []
+    held_out: list[Row] = []
+    num_too_long: int = 0
     """Number of rows left out because of their length."""
     num_in_both: int = 0
     """Number of held-out rows from a separate file that are also in ``train``."""
@@ -75,7 +75,7 @@ class ChatTokenizer(FolderTokenizer):
                 ) from error
         self._system, self._field = data.system_prompt, repr(data.prompt_key)
         stops = {self.eos_id, *_end_tokens(Path(folder))}
-        self._template = ChatTemplate(self.tokenizer, data.template_args, self._system, stops)
+        self._template = ChatTemplate(self.tokenizer, data, stops)
         self.end_id = self._template.end_id
         """Token that ends an answer; None if the chat template writes none."""
         self.stop_ids = tuple(sorted(stops | {each for each in [self.end_id] if each is not None}))
@@ -162,7 +162,7 @@ class ChatTokenizer(FolderTokenizer):
             raise RowError(f"{chat.field} has no turn of the assistant, expected one to train on")
         if not first and (marked := template.marked(chat)):
             return [marked]
-        parts = [template.last_part(chat.first(i + 1)) for i in turns if i >= first]
+        parts = [template.last_part(chat.of(chat.messages[: i + 1])) for i in turns if i >= first]
         if all(whole.startswith(end) for _, end in parts):
             return [self._sample(whole, parts)]
         return [self._sample(part[1], [part]) for part in parts]
@@ -271,44 +271,38 @@ def load_dataset(
         ValueError: A row is invalid (with its place), or there are too few rows.
         OSError: A file cannot be read.
     """
-    encode, given = encode or prompts(data, tokenizer), rows or {}
+    given, encode = rows or {}, encode or prompts(data, tokenizer)
     found = read_rows(data.train, given, data.split, "train", data.subset)
-    read = _read(data.train, found, data, encode)
+    dataset = Dataset()
+    dataset.train = _read(dataset, data.train, found, data, encode)
     if data.held_out is not None or data.held_out_split is not None:
         source = data.train if data.held_out is None else data.held_out
         found = read_rows(source, given, data.held_out_split, "test", data.subset)
-        more = _read(source, found, data, encode)
-        trained_on = {row.prompt for row in read.train}
-        return Dataset(
-            read.train,
-            more.train,
-            read.num_too_long + more.num_too_long,
-            sum(row.prompt in trained_on for row in more.train),
-            read.num_rows + more.num_rows,
-            read.skipped + more.skipped,
-        )
-    order = list(range(len(read.train)))
+        dataset.held_out = _read(dataset, source, found, data, encode)
+        trained_on = {row.prompt for row in dataset.train}
+        dataset.num_in_both = sum(row.prompt in trained_on for row in dataset.held_out)
+        return dataset
+    order = list(range(len(dataset.train)))
     random.Random(f"{seed}/held out").shuffle(order)
-    held_out = [read.train[index] for index in sorted(order[: data.num_held_out])]
+    dataset.held_out = [dataset.train[at] for at in sorted(order[: data.num_held_out])]
     # Duplicates of held-out prompts must not be trained on.
-    reserved = {row.prompt for row in held_out}
-    train = [row for row in read.train if row.prompt not in reserved]
-    if len(held_out) < data.num_held_out or not train:
+    reserved = {row.prompt for row in dataset.held_out}
+    train = [row for row in dataset.train if row.prompt not in reserved]
+    if len(dataset.held_out) < data.num_held_out or not train:
         raise ValueError(
-            f"{data.train} has {len(read.train)} usable prompts, too few to hold out "
+            f"{data.train} has {len(dataset.train)} usable prompts, too few to hold out "
             f"{data.num_held_out} and train on others"
         )
-    return msgspec.structs.replace(read, train=train, held_out=held_out)
+    dataset.train = train
+    return dataset
 
 
 def _read(
-    source: Any, found: Iterator[tuple[str, str, Any]], data: Data, encode: Encode
-) -> Dataset:
-    """Return all usable rows, as rows to train on."""
-    rows: list[Row] = []
-    num_rows, num_too_long, skipped = 0, 0, list[str]()
+    dataset: Dataset, source: Any, found: Iterable[tuple[str, str, Any]], data: Data, encode: Encode
+) -> list[Row]:
+    """Return all usable rows of a source; count those of the data set."""
+    rows, num_too_long, skipped = list[Row](), 0, list[str]()
     for name, place, entry in found:
-        num_rows += 1
         try:
             if isinstance(entry, RowError):
                 raise entry
@@ -322,25 +316,28 @@ def _read(
                     f"{skipped[-1]}. Mend the row, or leave such rows out by data.on_bad_row 'skip'"
                 ) from error
             continue
-        key = "max_tokens" if row.samples else "max_prompt_tokens"
-        if len(row.prompt_ids) > getattr(data, key):
+        what, key = ("sequence", "max_tokens") if row.samples else ("prompt", "max_prompt_tokens")
+        if (length := len(row.prompt_ids)) > (limit := getattr(data, key)):
             if data.on_long_prompt == "error":
                 raise ValueError(
-                    f"{place}: the {'sequence' if row.samples else 'prompt'} has "
-                    f"{len(row.prompt_ids)} tokens; data.{key} is {getattr(data, key)}, and "
+                    f"{place}: the {what} has {length} tokens; data.{key} is {limit}, and "
                     "data.on_long_prompt is 'error'"
                 )
             num_too_long += 1
             continue
         label = row.entry.get(data.source_key)
         rows.append(msgspec.structs.replace(row, source=name if label is None else str(label)))
+    num_rows = len(rows) + num_too_long + len(skipped)
     if not rows:
         raise ValueError(
             f"data has no usable row ({source}): {num_too_long} of {num_rows} are longer than "
             f"data.max_tokens or data.max_prompt_tokens, {len(skipped)} unusable, expected one. "
             f"{skipped[0] if skipped else 'Raise the limit.'}"
         )
-    return Dataset(rows, [], num_too_long, 0, num_rows, skipped)
+    dataset.num_rows += num_rows
+    dataset.num_too_long += num_too_long
+    dataset.skipped += skipped
+    return rows
 
 
 class Draw(msgspec.Struct, frozen=True):

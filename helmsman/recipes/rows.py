@@ -15,7 +15,8 @@ from typing import Any
 from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.extras import needed_by
 
-FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", ".parquet", ".arrow")
+TEXTS = (".jsonl", ".ndjson", ".json", ".txt")
+FORMATS = (*TEXTS, ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow those of text formats."""
 
@@ -90,11 +91,8 @@ def source_of(
         raise ValueError(f"data of type {kind} has {found}; expected at least one")
     if any(map(_is_path, rows)):
         return tuple(map(str, rows)), None
-    rows = plain(rows)
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(repr(row).encode())
-    return f"rows-{len(rows)}-{digest.hexdigest()[:12]}", rows
+    digest = hashlib.sha256(repr(plain(rows)).encode()).hexdigest()
+    return f"rows-{len(rows)}-{digest[:12]}", rows
 
 
 def _is_path(value: Any) -> bool:
@@ -157,9 +155,8 @@ def read_rows(
                 "data from the Hub by `hf download NAME --repo-type dataset --local-dir FOLDER`."
             )
         for where, rows in parts:
-            for label, row in rows:
-                entry = row if path in given else plain(row)
-                yield Path(path if path in given else where).stem, f"{where}, {label}", entry
+            name = Path(path if path in given else where).stem
+            yield from ((name, f"{where}, {label}", plain(row)) for label, row in rows)
 
 
 def _numbered(rows: Iterable[Any], word: str = "row") -> Iterator[tuple[str, Any]]:
@@ -184,41 +181,41 @@ def _parts_of_folder(
 
 
 def _rows_in(file: str) -> Iterator[tuple[str, Any]]:
-    """Yield (number, row or error) of a file.
-
-    ``datasets`` would turn a text in JSON or CSV that looks like a number or a date into one: the
-    answer "007" becomes 7. So JSON is decoded here, and the cells of CSV are read as texts.
-    """
+    """Yield (number, row or error) of a file."""
     ends = [each.lower() for each in Path(file).suffixes[-2:]] or [".jsonl"]
     kind = ends[0] if ends[-1] in COMPRESSED else ends[-1]
-    expected = f"the format {kind}" if kind in FORMATS else f"one of {', '.join(FORMATS)}"
     try:
         if kind not in FORMATS:
             raise ValueError(f"it ends in {kind}")
-        if kind in FORMATS[:4]:
-            yield from _rows_of_text(file, kind)
-            return
-        with needed_by(f"a file of the format {kind}", "datasets"):
-            import datasets
-            import pandas  # datasets depends on it
-        if kind in FORMATS[4:6]:
-            cells: Any = {"dtype": str, "keep_default_na": False, "na_values": [""]}
-            table = pandas.read_csv(file, sep="," if kind == ".csv" else "\t", **cells)
-            if not isinstance(table.index, pandas.RangeIndex):
-                raise ValueError("rows have more cells than the header")
-            rows: Any = table.to_dict("records")
-        else:
-            where: Any = {"data_files": [glob.escape(file)], "split": "train"}
-            rows = datasets.load_dataset(kind[1:], streaming=True, **where)
-        yield from _numbered(rows)
+        yield from _rows_of_text(file, kind) if kind in TEXTS else _numbered(_table(file, kind))
     except BackendNotInstalledError:
         raise
     except Exception as error:  # readers may raise any exception
         reason = " ".join(str(error).split())
+        expected = f"the format {kind}" if kind in FORMATS else f"one of {', '.join(FORMATS)}"
         raise ValueError(
             f"data cannot be read ({file}): {reason}, expected {expected}. Convert it, or pass its "
             "rows."
         ) from error
+
+
+def _table(file: str, kind: str) -> Any:
+    """Return the rows of a table.
+
+    ``datasets`` would turn a text in JSON or CSV that looks like a number or a date into one: the
+    answer "007" becomes 7. So JSON is decoded here, and the cells of CSV are read as texts.
+    """
+    with needed_by(f"a file of the format {kind}", "datasets"):
+        import datasets
+        import pandas  # datasets depends on it
+    if kind in (".parquet", ".arrow"):
+        where: Any = {"data_files": [glob.escape(file)], "split": "train"}
+        return datasets.load_dataset(kind[1:], streaming=True, **where)
+    cells: Any = {"dtype": str, "keep_default_na": False, "na_values": [""]}
+    table = pandas.read_csv(file, sep="," if kind == ".csv" else "\t", **cells)
+    if not isinstance(table.index, pandas.RangeIndex):
+        raise ValueError("rows have more cells than the header")
+    return table.to_dict("records")
 
 
 def _rows_of_text(file: str, kind: str) -> Iterator[tuple[str, Any]]:

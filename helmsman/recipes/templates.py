@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from helmsman.recipes.messages import Chat
 from helmsman.recipes.rows import RowError, unlike
+from helmsman.recipes.settings import Data
 
 _WORD, _CALL = "Zq7", {"Zq7": 1}
 """Content, and arguments of a call, in the chats that show how a template renders."""
@@ -38,19 +39,12 @@ class ChatTemplate:
 
     Args:
         tokenizer: The Hugging Face tokenizer.
-        variables: Variables of the template.
-        system: System prompt for chats without one.
+        data: Settings with the variables of the template, and the system prompt for chats without.
         stops: Tokens at which generation ends.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        variables: Mapping[str, Any],
-        system: str | None,
-        stops: Collection[int],
-    ) -> None:
-        self._tokenizer, self._variables = tokenizer, dict(variables)
+    def __init__(self, tokenizer: Any, data: Data, stops: Collection[int]) -> None:
+        self._tokenizer, self._variables = tokenizer, dict(data.template_args)
         self._system: str | None = None
         self._roles: dict[str, str] = {}
         self.is_given = bool(tokenizer.chat_template)
@@ -79,7 +73,7 @@ class ChatTemplate:
         """Token that ends an assistant's turn; None if the template writes none."""
         self.end = tokenizer.decode([self.end_id]) if added else ""
         """Text of this token."""
-        self._system = system
+        self._system = data.system_prompt
 
     def render(self, chat: Chat, **how: Any) -> str:
         """Return the text of a chat.
@@ -114,7 +108,7 @@ class ChatTemplate:
         Raises:
             RowError: The template refuses the chat, or the last message changes others.
         """
-        before = chat.first(len(chat.messages) - 1)
+        before = chat.of(chat.messages[:-1])
         text, begin = self.render(chat), self.render(before, add_generation_prompt=True)
         if not text.startswith(begin):
             # The template may begin an answer otherwise than it writes one, but not what precedes.
@@ -128,13 +122,11 @@ class ChatTemplate:
 
     def marked(self, chat: Chat) -> dict[str, list[int]] | None:
         """Return a sample by the template's marks of generated text, if it has marks."""
-        variables = self._variables | chat.variables
-        given = variables.get("chat_template")
-        template = self._tokenizer.get_chat_template(given, variables.get("tools"))
-        if not _MARKS.search(template):
+        if not _MARKS.search(str(self._tokenizer.chat_template)):
             return None
         found = self._apply(chat, return_dict=True, return_assistant_tokens_mask=True)
-        return {"input_ids": found["input_ids"], "loss_mask": found["assistant_masks"]}
+        ids, mask = found["input_ids"], found["assistant_masks"]
+        return {"input_ids": ids, "loss_mask": mask} if any(mask) else None
 
     def require_all(self, chat: Chat, text: str, **how: Any) -> None:
         """Check that a text has all contents, tool calls and tools of its chat.
@@ -147,17 +139,20 @@ class ChatTemplate:
         Raises:
             RowError: The template leaves something out.
         """
-        others = [
-            (f"{chat.field}[{at}].{key}", chat.changed(at, {**message, key: other}))
-            for at, message in enumerate(chat.messages)
-            for key, other in (("content", _WORD), ("tool_calls", []))
-            if str(message.get(key, "")).strip() not in text
-        ]
+        others: dict[str, Chat] = {}
+        for at, message in enumerate(chat.messages):
+            for key, other in (("content", _WORD), ("tool_calls", [])):
+                if str(message.get(key, "")).strip() not in text:
+                    changed = [
+                        *chat.messages[:at],
+                        {**message, key: other},
+                        *chat.messages[at + 1 :],
+                    ]
+                    others[f"{chat.field}[{at}].{key}"] = chat.of(changed)
         if chat.variables.get("tools"):
-            without = Chat(chat.messages, {**chat.variables, "tools": None}, chat.field)
-            others.append(("'tools'", without))
-        for field, other in others:
-            if self._try(other, **how) == text:
+            others["'tools'"] = Chat(chat.messages, {**chat.variables, "tools": None}, chat.field)
+        for field, without in others.items():
+            if self._try(without, **how) == text:
                 raise RowError(
                     f"{field} is left out by the chat template, expected one that renders it "
                     "(data.chat_template)"
