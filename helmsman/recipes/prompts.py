@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -176,20 +177,19 @@ class ChatTokenizer(FolderTokenizer):
     def _sample(
         self, text: str, parts: Iterable[tuple[str, str]], *, is_whole: bool = False
     ) -> Sample:
-        """Return a sample that trains on parts of a text: on its beginnings, without shorter ones.
+        """Return a sample that trains on parts of a text.
 
         Args:
             text: The text.
-            parts: The text before each part, and the text with it.
+            parts: For each part, the text in front of it, and the text up to its end.
             is_whole: Whether the tokenizer adds its special tokens.
         """
-        ids = self._template.ids(text, is_whole=is_whole)
+        encode = functools.partial(self._template.ids, is_whole=is_whole)
+        ids = encode(text)
         mask = [0] * len(ids)
         for begin, end in parts:
-            start, stop = (
-                common(self._template.ids(each, is_whole=is_whole), ids) if each else 0
-                for each in (begin, end)
-            )
+            start = common(encode(begin), ids) if begin else 0
+            stop = len(ids) if end == text else common(encode(end), ids)
             mask[start:stop] = [1] * (stop - start)
         return {"input_ids": ids, "loss_mask": mask}
 

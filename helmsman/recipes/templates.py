@@ -50,9 +50,8 @@ class ChatTemplate:
         self.is_given = bool(tokenizer.chat_template)
         """Whether the tokenizer has a template; chats become paragraphs otherwise."""
         if not self.is_given:
-            start = (
-                tokenizer.bos_token if tokenizer.encode("a")[0] == tokenizer.bos_token_id else ""
-            )
+            has_start = tokenizer.encode("a")[0] == tokenizer.bos_token_id
+            start = tokenizer.bos_token if has_start else ""
             self._variables |= {"chat_template": _PARAGRAPHS, "start": start}
         self._has_parts, self._takes, self.end = False, {str, dict}, ""
         text = self._try(_chat("user", _WORD))
@@ -103,7 +102,7 @@ class ChatTemplate:
         return ids[:-1] if is_whole and ids[-2:] == [self._tokenizer.eos_token_id] * 2 else ids
 
     def last_part(self, chat: Chat) -> tuple[str, str]:
-        """Return the text of a chat up to its last message, with its beginning, and the whole one.
+        """Return the text in front of a chat's last answer, and the text of the whole chat.
 
         Raises:
             RowError: The template refuses the chat, or the last message changes others.
@@ -121,7 +120,7 @@ class ChatTemplate:
         return begin, text
 
     def marked(self, chat: Chat) -> dict[str, list[int]] | None:
-        """Return a sample by the template's marks of generated text, if it has marks."""
+        """Return a sample by the template's marks of generated text; None if nothing is marked."""
         if not _MARKS.search(str(self._tokenizer.chat_template)):
             return None
         found = self._apply(chat, return_dict=True, return_assistant_tokens_mask=True)
