@@ -68,7 +68,7 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
             raise unlike(repr(missing[0]), None, "a prompt with 'chosen' and 'rejected'")
         pair = [_text_of(entry[name]) for name in _PAIR]
         if not (are_texts := all(isinstance(each, str) for each in pair)):
-            pair = [messages_of(entry[name], repr(name), "assistant") for name in _PAIR]
+            pair = [messages_of(_text_of(entry[name]), repr(name), "assistant") for name in _PAIR]
         prompt = entry.get(data.prompt_key)
         if is_shared := prompt is None:
             shared = common(*pair)

@@ -69,6 +69,19 @@ def test_pairs(row: dict[str, Any], trained: list[str] | None, tmp_path: Path) -
     assert texts(found, folder) == trained
 
 
+def test_pair_of_message_and_number(tmp_path: Path) -> None:
+    row = {"prompt": [USER], "chosen": ANSWER, "rejected": 7}
+    (found,) = load("DPO", [row], tokenizer_folder(tmp_path, EOT))
+    assert texts(found, tmp_path) == ["yo<eot>\n", "7<eot>\n"]
+
+
+def test_pair_with_an_empty_answer(tmp_path: Path) -> None:
+    row = {"prompt": [USER], "chosen": ANSWER, "rejected": {**ANSWER, "content": ""}}
+    folder = tokenizer_folder(tmp_path, OPEN.replace("\n", ""))
+    with pytest.raises(ValueError, match=r"row 1\): the row has no token to train on"):
+        load("DPO", [row], folder)
+
+
 def test_pair_whose_turns_change(tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path, LAST)
     row = {"prompt": [USER], "chosen": CHAT[1:], "rejected": "b"}
