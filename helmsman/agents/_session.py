@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
-import math
-import numbers
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,6 +21,7 @@ from helmsman.agents._dialects.chat import ChatCompletions
 from helmsman.agents._dialects.responses import Responses
 from helmsman.agents._template import ChatTemplate
 from helmsman.agents.samples import Sample
+from helmsman.api.plain import finite
 
 
 class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,8 +251,8 @@ class AgentSession:
 
 
 def _finite(reward: Any) -> float:
-    if isinstance(reward, numbers.Real) and math.isfinite(reward):
-        return float(reward)
+    if (number := finite(reward)) is not None:
+        return number
     raise ValueError(f"the reward is {reward!r:.80}; expected a finite number")
 
 

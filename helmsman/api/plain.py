@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import numbers
 import os
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,23 @@ def plain(value: Any) -> Any:
         return int(value)
     is_number = isinstance(value, numbers.Number) and not isinstance(value, complex)
     return float(value) if is_number else value
+
+
+def finite(value: Any) -> float | None:
+    """Convert a scalar of Python, NumPy or torch, or an array or tensor of one element, to a float.
+
+    Args:
+        value: Any object.
+
+    Returns:
+        The number; None if the value is not a number, NaN or infinite.
+    """
+    try:
+        value = value.item() if callable(getattr(value, "item", None)) else value
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # torch raises the last one
+        return None
+    return number if math.isfinite(number) else None
 
 
 def make_plain(struct: msgspec.Struct) -> None:

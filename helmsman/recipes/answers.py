@@ -6,7 +6,6 @@ import abc
 import asyncio
 import inspect
 import math
-import numbers
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from helmsman import GenerationResult, RolloutController, SamplingParams
 from helmsman.agents import AgentGateway, AgentSession, Sample, SessionLimits, SessionRecord
 from helmsman.agents.programs import run_program
 from helmsman.api.forms import run_in_new_thread
+from helmsman.api.plain import finite
 from helmsman.recipes.prompts import Draw, Row
 from helmsman.recipes.rewards import find_function
 from helmsman.recipes.scorer import Completion, Scored, Scorer
@@ -275,8 +275,8 @@ def _reward_of(returned: Any, session: AgentSession) -> float:
         returned = returned.get("reward")
     if returned is None and session.is_rated:
         returned = session.reward
-    if isinstance(returned, numbers.Real) and math.isfinite(returned):
-        return float(returned)
+    if (number := finite(returned)) is not None:
+        return number
     raise ValueError(
         f"the agent returned {returned!r:.80}; expected its reward, a mapping with 'reward', or "
         "None if it has set session.reward or posted a reward"

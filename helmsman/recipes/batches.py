@@ -53,6 +53,17 @@ class Group(msgspec.Struct, frozen=True):
     answers: list[Answer]
 
     @property
+    def judged(self) -> list[tuple[str, Scored]]:
+        """The prompt and the rewards of each answer."""
+        return [(self.draw.row.prompt, answer.scored) for answer in self.answers]
+
+    @property
+    def scored(self) -> Group:
+        """The group without answers whose reward failed."""
+        kept = [answer for answer in self.answers if not answer.scored.is_left_out]
+        return msgspec.structs.replace(self, answers=kept)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all answers have the same reward."""
         rewards = [answer.reward for answer in self.answers]
@@ -97,7 +108,7 @@ def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[s
     else:
         of_answers = group_advantages(
             [answer.reward for answer in answers],
-            group_size=settings.samples_per_prompt,
+            group_ids=[number for number, group in enumerate(groups) for _ in group.answers],
             normalize_std=algorithm.normalize_std,
         )
         advantages = [
@@ -159,10 +170,6 @@ def rollout_metrics(
         "reward/std": statistics.pstdev(rewards),
         "reward/max": max(rewards),
         "reward/min": min(rewards),
-        "reward/failed": float(sum(answer.scored.failed for answer in answers)),
-        "accuracy": statistics.fmean(
-            answer.scored.values[right] >= right_from for answer in answers
-        ),
         "response_length/mean": statistics.fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/truncated": statistics.fmean(answer.is_truncated for answer in answers),
@@ -171,11 +178,14 @@ def rollout_metrics(
         "staleness/mean": statistics.fmean(behind) if behind else 0.0,
         "staleness/max": float(max(behind, default=0)),
     }
-    if len(answers[0].scored.values) > 1:
-        for name in answers[0].scored.values:
-            found[f"reward/{name}/mean"] = statistics.fmean(
-                answer.scored.values[name] for answer in answers
-            )
+    by_name: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, value in answer.scored.values.items():
+            by_name.setdefault(name, []).append(value)
+    if right in by_name:
+        found["accuracy"] = statistics.fmean(value >= right_from for value in by_name[right])
+    if len(by_name) > 1:
+        found |= {f"reward/{name}/mean": statistics.fmean(each) for name, each in by_name.items()}
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from helmsman.recipes.curve import draw_curve
+from helmsman.recipes.failures import FILE
 from helmsman.recipes.files import write_json
 from helmsman.recipes.prompts import Dataset
 from helmsman.recipes.settings import RunSettings
@@ -39,6 +40,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Largest difference of a log-probability between rollout and trainer, over all steps."""
     logprob_diff_mean: float | None
     """Mean of the steps' means."""
+    num_failed: int
+    """Answers whose reward failed, in training and evaluation."""
+    num_groups_failed: int
+    """Prompts left out because fewer than two of their answers have a reward."""
     num_rows: int
     """Rows that were read."""
     num_too_long: int
@@ -63,6 +68,11 @@ def finish(
         print(f"model:   {out / 'model'}")
     summary = summarize(settings, dataset, rows, seconds)
     write_json(out / "summary.json", summary)
+    if summary.num_failed:
+        print(
+            f"failed:  rewards of {summary.num_failed:,} answers, {summary.num_groups_failed:,} "
+            f"prompts left out; causes in {out / FILE}"
+        )
     print(f"summary: {out / 'summary.json'}\nmetrics: {out / 'metrics.jsonl'}")
     with contextlib.suppress(ModuleNotFoundError):  # the extra `examples` installs matplotlib
         draw(settings, dataset, rows, summary)
@@ -95,6 +105,8 @@ def summarize(
         accuracy_last=accuracies[-1] if accuracies else None,
         logprob_diff_max=max(largest, default=None),
         logprob_diff_mean=sum(means) / len(means) if means else None,
+        num_failed=int(sum(all_of("reward/failed")) + sum(all_of("eval/reward/failed"))),
+        num_groups_failed=int(sum(all_of("groups/failed"))),
         num_rows=dataset.num_rows,
         num_too_long=dataset.num_too_long,
         num_skipped=len(dataset.skipped),

@@ -14,8 +14,8 @@ from helmsman import SamplingParams
 from helmsman.recipes.prompts import Row
 from helmsman.recipes.settings import Evaluation
 
-Judge = Callable[[Row, SamplingParams], Awaitable[bool]]
-"""Answers a prompt once, and returns whether the answer is correct."""
+Judge = Callable[[Row, SamplingParams], Awaitable[bool | None]]
+"""Answers a prompt once, and returns whether the answer is correct; None if that is unknown."""
 
 ALL = "all"
 """Name of the results over all sources."""
@@ -26,7 +26,7 @@ class SourceResult(msgspec.Struct, frozen=True, kw_only=True):
 
     num_prompts: int
     greedy_accuracy: float | None = None
-    """Fraction of prompts with a correct greedy answer."""
+    """Fraction of prompts with a correct greedy answer, of those whose answer was judged."""
     pass_at_k: dict[int, float] = {}
     """k -> probability that at least one of k answers is correct, mean over prompts."""
 
@@ -41,7 +41,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     seconds: float
     failed: int
-    """Rewards that raised, timed out or lost their process; their answers count as wrong."""
+    """Answers whose reward failed, which are left out, and sessions of an agent that failed."""
     by_source: dict[str, SourceResult]
 
     def metrics(self) -> dict[str, float]:
@@ -84,11 +84,12 @@ async def evaluate(
         rows: The held-out prompts.
         settings: Number of answers, temperature and k.
         sampling: Length and stop tokens; the settings replace its other fields.
-        judge: Answers a prompt once, and returns whether the answer is correct.
+        judge: Answers a prompt once, and returns whether the answer is correct, or None.
         seed: Seed of the sampled answers, the same at every evaluation.
 
     Returns:
-        Results over all prompts under ``ALL``; with several sources also by source.
+        Results over all prompts under ``ALL``; with several sources also by source. Answers
+        without a judgement are left out, and prompts with fewer than k other ones from pass@k.
     """
     greedy = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, seed=0)
     drawn = msgspec.structs.replace(
@@ -101,8 +102,9 @@ async def evaluate(
             judge(row, msgspec.structs.replace(drawn, seed=rng.getrandbits(31)))
             for _ in range(settings.samples)
         ]
-        right = await asyncio.gather(*([judge(row, greedy)] if settings.greedy else []), *asked)
-        return (right[0] if settings.greedy else None), right[bool(settings.greedy) :]
+        found = await asyncio.gather(*([judge(row, greedy)] if settings.greedy else []), *asked)
+        drawn_right = [each for each in found[bool(settings.greedy) :] if each is not None]
+        return (found[0] if settings.greedy else None), drawn_right
 
     answers = await asyncio.gather(*(answer(number, row) for number, row in enumerate(rows)))
     sources = sorted({row.source for row in rows})
@@ -111,16 +113,14 @@ async def evaluate(
         chosen = [
             each for row, each in zip(rows, answers, strict=True) if source in (ALL, row.source)
         ]
+        of_greedy = [first for first, _ in chosen if first is not None]
+        of_k = {
+            k: [pass_at_k(len(right), sum(right), k) for _, right in chosen if len(right) >= k]
+            for k in (settings.k if settings.samples else ())
+        }
         results[source] = SourceResult(
             num_prompts=len(chosen),
-            greedy_accuracy=statistics.fmean(bool(first) for first, _ in chosen)
-            if settings.greedy
-            else None,
-            pass_at_k={
-                k: statistics.fmean(
-                    pass_at_k(settings.samples, sum(right), k) for _, right in chosen
-                )
-                for k in (settings.k if settings.samples else ())
-            },
+            greedy_accuracy=statistics.fmean(of_greedy) if of_greedy else None,
+            pass_at_k={k: statistics.fmean(values) for k, values in of_k.items() if values},
         )
     return results

@@ -96,6 +96,13 @@ def write_lines(path: Path, values: Iterable[Any]) -> None:
     write_atomically(path, b"".join(msgspec.json.encode(value) + b"\n" for value in values))
 
 
+def rewind(path: Path, step: int) -> None:
+    """Remove the lines of all steps after this one, which will be repeated."""
+    if path.exists():
+        rows: list[dict[str, Any]] = read_lines(path, dict[str, Any])
+        write_lines(path, [row for row in rows if row["step"] <= step])
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, atomically."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

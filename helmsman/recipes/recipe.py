@@ -27,6 +27,7 @@ S = TypeVar("S", bound=RunSettings)
 
 FILES = (
     "checks.jsonl",
+    "failures.jsonl",
     "samples.jsonl",
     "sessions.sqlite",
     "sessions.sqlite-journal",

@@ -29,7 +29,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +37,7 @@ from typing import Any
 
 from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.extras import install_command
+from helmsman.api.plain import finite
 from helmsman.recipes.settings import Reward
 
 GIVEN = (
@@ -298,10 +299,21 @@ class Caller:
         return type(self), (self._use, self._args, self._given)
 
     def values(self, returned: Sequence[Any], num_answers: int) -> list[Any]:
-        """Return the reward of each answer from the results of ``calls``."""
-        if self.takes_batches:
-            return values_of_batch(self._use, returned[0], num_answers)
-        return list(returned)
+        """Return the reward of each answer from the results of ``calls``.
+
+        Args:
+            returned: The results.
+            num_answers: Number of answers.
+
+        Returns:
+            A number for each answer, None where the reward does not apply, or an error.
+
+        Raises:
+            ValueError: A function that takes batches did not return a value for each answer.
+        """
+        is_batch = self.takes_batches
+        values = values_of_batch(self._use, returned[0], num_answers) if is_batch else returned
+        return [_number_of(value) for value in values]
 
     def __call__(self, answers: Sequence[Mapping[str, Any]]) -> Any:
         """Call the function, and return the reward of each answer."""
@@ -365,8 +377,7 @@ def _drop(*_: Any) -> None:
 def values_of_batch(use: str, returned: Any, num_answers: int) -> list[Any]:
     """Return the rewards that a function written for TRL or OpenRLHF computed.
 
-    None counts as 0: TRL leaves such a reward out of the sum. Of OpenRLHF's dict only ``rewards``
-    counts.
+    Of OpenRLHF's dict only ``rewards`` counts.
 
     Args:
         use: ``Reward.use``.
@@ -377,19 +388,32 @@ def values_of_batch(use: str, returned: Any, num_answers: int) -> list[Any]:
         One reward per answer.
 
     Raises:
-        ValueError: ``returned`` is not a list of ``num_answers`` values.
+        ValueError: ``returned`` is not a series of ``num_answers`` values.
     """
     rewards: Any = returned.get("rewards") if isinstance(returned, Mapping) else returned
     try:
-        values = list(rewards.tolist() if hasattr(rewards, "tolist") else rewards)
+        values = None if isinstance(rewards, str | bytes | Mapping | Set) else list(rewards)
     except TypeError:
-        values = []
-    if len(values) != num_answers or isinstance(rewards, str):
+        values = None
+    if values is None or len(values) != num_answers:
+        found = "" if values is None else f"{len(values)} values, "
         raise ValueError(
-            f"the reward {use!r} returned {returned!r} for {num_answers} completions; expected a "
-            f"list of {num_answers} numbers, one per completion"
+            f"the reward {use!r} returned {found}{returned!r:.200}, for {num_answers} completions; "
+            f"expected a list of {num_answers} numbers, one per completion"
         )
-    return [0.0 if value is None else value for value in values]
+    return values
+
+
+def _number_of(value: Any) -> float | ValueError | None:
+    """Convert a reward in the process that computed it, since the script may lack torch."""
+    if isinstance(value, Mapping) and "score" in value:
+        value = value["score"]
+    if value is None or (number := finite(value)) is not None:
+        return None if value is None else number
+    return ValueError(
+        f"returned {value!r:.200}; expected a finite number, a mapping with 'score', or None where "
+        "the reward does not apply"
+    )
 
 
 def _extra_info(row: Any) -> Any:

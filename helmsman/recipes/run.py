@@ -21,7 +21,6 @@ from helmsman import (
     WorkflowExecutor,
 )
 from helmsman.agents.samples import Sample
-from helmsman.api.errors import EngineCallError
 from helmsman.recipes.answers import Answers
 from helmsman.recipes.batches import (
     Answer,
@@ -36,7 +35,8 @@ from helmsman.recipes.batches import (
 )
 from helmsman.recipes.critic import CriticModel
 from helmsman.recipes.evaluation import EvaluationResult, evaluate
-from helmsman.recipes.files import append_line, write_json
+from helmsman.recipes.failures import FILE, Judged, note_failures
+from helmsman.recipes.files import append_line, rewind, write_json
 from helmsman.recipes.loop import Loop, is_due
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draw, Draws, Row
 from helmsman.recipes.reference import Reference
@@ -130,6 +130,7 @@ class Run(Loop):
     def begin(self, step: int) -> None:
         """Prepare the next step, and send the trainer's weights to the instances."""
         super().begin(step)
+        rewind(self.out / FILE, step - 1)
         if self.critic is not None and (folder := self.saved()) is not None:
             self.critic.load(folder)
         self.num_filtered = 0
@@ -162,7 +163,7 @@ class Run(Loop):
         started = time.monotonic()
         self._to_rollout()
         with clock.phase("generate"):
-            groups = self.next_groups(step)
+            groups, failures = self._without_failed(step, self.next_groups(step))
         checked: dict[str, float] = {}
         if self.turns is not None:  # instances and trainer have the same weights now
             answers = self.check.ask(self.rollout) if self.check is not None else {}
@@ -173,6 +174,7 @@ class Run(Loop):
 
         version = self.trainer.get_version()
         metrics = rollout_metrics(groups, version, self.right, settings.evaluation.right_from)
+        metrics |= failures
         metrics["groups/filtered"], self.num_filtered = float(self.num_filtered), 0
         metrics["epoch"] = self.draws.epoch
         self.trackers.show(self.sample_log.log(step, self._sample_rows(step, groups)))
@@ -205,6 +207,24 @@ class Run(Loop):
                     )
         metrics["tokens_per_second"] = num_tokens / (time.monotonic() - started)
         return metrics
+
+    def _without_failed(
+        self, step: int, groups: list[Group]
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Leave out answers whose reward failed, and groups that have too few to compare.
+
+        Returns:
+            The groups, and metrics of what is left out.
+
+        Raises:
+            RewardFailedError: A reward failed that may not fail, or too many did.
+        """
+        judged = [each for group in groups for each in group.judged]
+        num_failed = note_failures(self.out, step, judged, f"the batch of step {step}")
+        least = 1 if self.critic is not None else 2
+        kept = [each for each in (group.scored for group in groups) if len(each.answers) >= least]
+        dropped = float(len(groups) - len(kept))
+        return kept, {"reward/failed": float(num_failed), "groups/failed": dropped}
 
     def _add_logprobs(
         self, samples: list[dict[str, Any]], groups: list[Group], version: int
@@ -335,7 +355,10 @@ class Run(Loop):
     def _keep(self, episode: Any) -> bool:
         """Whether a group is kept for training; called in the episodes' thread."""
         group: Group = episode.value
-        is_of_use = not (self.settings.algorithm.dynamic_sampling and group.is_uniform)
+        # The batch counts failed rewards, so it gets all groups that have some.
+        has_failed = any(scored.failures for _, scored in group.judged)
+        filters = self.settings.algorithm.dynamic_sampling and not has_failed
+        is_of_use = not (filters and group.is_uniform)
         if is_of_use or self.num_filtered > self._most_filtered:
             # Keep the group, so that the batch completes and next_groups() raises.
             return True
@@ -376,33 +399,29 @@ class Run(Loop):
             max_new_tokens=settings.max_new_tokens or self.settings.rollout.max_new_tokens,
         )
 
-        failed = 0
+        failed, judged = 0, list[Judged]()
 
-        async def judge(row: Row, sampling: SamplingParams) -> bool:
+        async def judge(row: Row, sampling: SamplingParams) -> bool | None:
             nonlocal failed
             try:
                 ((_, scored),) = await self.answers.answer(row, [sampling])
-            except Exception as error:
-                # As in training, only this answer fails. Agents raise any exception.
-                expected = Exception if self.settings.agent.is_given else EngineCallError
-                if not isinstance(error, (expected, ValueError)):
+            except Exception as error:  # agents raise any exception; only this session fails
+                if not self.settings.agent.is_given:
                     raise
                 if not failed:
-                    log.warning(
-                        "the reward of an evaluated answer failed, and the answer counts as wrong: "
-                        "%s",
-                        error,
-                    )
+                    log.warning("an evaluated session failed, and counts as wrong: %s", error)
                 failed += 1
                 return False
-            failed += scored.failed
-            return scored.values[self.right] >= settings.right_from
+            judged.append((row.prompt, scored))
+            value = scored.values.get(self.right)
+            return None if value is None else value >= settings.right_from
 
         self._to_rollout()
         with self.clock.phase("evaluate"):
             by_source = asyncio.run(
                 evaluate(self.dataset.held_out, settings, sampling, judge, seed=self.settings.seed)
             )
+        failed += note_failures(self.out, step, judged, f"the evaluation of step {step}")
         result = EvaluationResult(
             step=step,
             weight_version=self.trainer.get_version(),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from helmsman.recipes.files import append_line, read_lines, write_lines
+from helmsman.recipes.files import append_line, rewind
 from helmsman.recipes.settings import Tracking
 
 _WIDTH = 44
@@ -46,9 +45,7 @@ class SampleLog:
 
     def rewind(self, step: int) -> None:
         """Remove the rows of all later steps, which will be repeated."""
-        if self._path.exists():
-            rows: list[dict[str, Any]] = read_lines(self._path, dict[str, Any])
-            write_lines(self._path, [row for row in rows if row["step"] <= step])
+        rewind(self._path, step)
 
 
 def table(rows: Sequence[SampleRow]) -> str:

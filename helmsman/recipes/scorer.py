@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from helmsman import GenerationResult, Job, RewardPool, Scheduler, SchedulingSpec
-from helmsman.api.errors import RewardLostError, RewardTimeoutError
+from helmsman.api.errors import HelmsmanError
 from helmsman.recipes.prompts import Row
 from helmsman.recipes.rewards import make_caller
 from helmsman.recipes.settings import Reward, name_of
@@ -24,15 +23,30 @@ with many timeouts must continue.
 """
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """A reward that could not be computed for an answer."""
+
+    reward: str
+    """Its name."""
+    cause: str
+    """The error, with the traceback of the reward's process if there is one."""
+    policy: Literal["drop", "raise", "value"] = "drop"
+    """``Reward.on_failure``."""
+
+
 class Scored(msgspec.Struct, frozen=True):
     """The rewards of an answer."""
 
     values: dict[str, float]
-    """Unweighted rewards by name."""
+    """Unweighted rewards by name, without those that failed or do not apply to the answer."""
     total: float
-    """Weighted sum of the rewards."""
-    failed: int = 0
-    """Number of rewards that timed out or lost their process, and count as 0."""
+    """Weighted sum of the rewards; NaN for an answer that is left out."""
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether a reward failed, and no value stands for it."""
+        return any(failure.policy != "value" for failure in self.failures)
 
 
 class Completion(NamedTuple):
@@ -58,8 +72,8 @@ class Completion(NamedTuple):
         }
 
 
-_Value = tuple[Any, bool]
-"""A reward of an answer, and whether it timed out or lost its process."""
+_Value = float | Exception | None
+"""A reward of an answer: a number, the error, or None if it does not apply to the answer."""
 
 
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
@@ -116,11 +130,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             answers: The answers, complete or still being generated.
 
         Returns:
-            The rewards of each answer; one that timed out or lost its process counts as 0.
+            The rewards of each answer, with those that failed.
 
         Raises:
-            EngineCallError: A reward raised; it carries the traceback.
-            ValueError: A reward is not a finite number, or a batch has the wrong length.
             Exception: The error of an answer.
         """
         by_pool = await asyncio.gather(
@@ -146,31 +158,27 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     async def _call(
         self, pool: RewardPool, row: Row, completions: Sequence[Completion]
     ) -> list[_Value]:
-        """Return the reward of each answer, and whether it timed out or lost its process."""
         try:
-            values = await pool([each.given(row) for each in completions])
-        except (RewardTimeoutError, RewardLostError):
-            return [(0.0, True)] * len(completions)
-        return [(value, False) for value in values]
+            values: list[_Value] = await pool([each.given(row) for each in completions])
+        except HelmsmanError as error:
+            return [error] * len(completions)
+        return values
 
     def _sum(self, values: Sequence[_Value]) -> Scored:
-        by_name = {
-            name_of(reward): _as_number(name_of(reward), value)
-            for reward, (value, _) in zip(self._rewards, values, strict=True)
-        }
-        total = sum(reward.weight * by_name[name_of(reward)] for reward in self._rewards)
-        return Scored(by_name, total, sum(is_lost for _, is_lost in values))
+        """Add up the rewards of an answer, as TRL does: one that is None is left out of the sum."""
+        if all(value is None for value in values):
+            error = ValueError("returned None; expected a number from at least one reward")
+            values = [error, *values[1:]]
+        by_name, failures, total = dict[str, float](), list[Failure](), 0.0
+        for reward, value in zip(self._rewards, values, strict=True):
+            name, found = name_of(reward), value
+            if isinstance(found, Exception):
+                failures.append(Failure(name, str(found), reward.on_failure))
+                found = reward.failure_value if reward.on_failure == "value" else math.nan
+            if found is not None:
+                total += reward.weight * found
+                by_name |= {} if math.isnan(found) else {name: found}
+        return Scored(by_name, total, tuple(failures))
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
-
-
-def _as_number(name: str, value: Any) -> float:
-    if isinstance(value, Mapping) and "score" in value:
-        value = value["score"]
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
-    raise ValueError(
-        f"the reward {name!r} returned {value!r}; expected a finite number, or a mapping with "
-        "'score'"
-    )

@@ -241,8 +241,15 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
     timeout_s: float = 30.0
     """Time limit in seconds for one answer, or for all answers to a prompt if the function takes
-    batches; on a timeout the reward is 0, and is counted.
+    batches.
     """
+    on_failure: Literal["drop", "raise", "value"] = "drop"
+    """What follows when the reward raises, times out, loses its process or returns no number.
+    ``drop`` leaves the answer out, up to a tenth of a batch; ``raise`` ends the run; ``value``
+    takes ``failure_value``.
+    """
+    failure_value: float = 0.0
+    """The reward of such an answer with ``on_failure: value``."""
     processes: int = 4
     """Number of processes that compute the reward."""
     on_cluster: bool = False

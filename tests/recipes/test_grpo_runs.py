@@ -4,7 +4,6 @@ are killed. tests/nightly/recipes has the runs on Ray, asynchronous and colocate
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -15,7 +14,6 @@ import pytest
 
 from tests.recipes.processes import finish, marked, num_steps, wait_for
 from tests.recipes.runs import TWO_STEPS, Runs, lines
-from tests.unit.recipes.data import write_jsonl
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -89,28 +87,6 @@ def test_grpo_nothing_to_learn(runs: Runs, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err.startswith(
         "NothingToLearnError: dynamic sampling discarded 9 prompts in a row"
     )
-
-
-def test_grpo_reward_raises(runs: Runs) -> None:
-    path = runs.folder / "picky.py"
-    path.write_text(
-        "def picky(completion, answer, num_tokens):\n"
-        "    assert answer != '7'\n"
-        "    return 1.0 if answer == '8' else float('nan') if answer == '9' else num_tokens / 100\n"
-    )
-    rewards = json.dumps([{"use": f"{path}:picky", "on_cluster": True, "processes": 1}])
-    data = write_jsonl(
-        runs.folder / "five.jsonl",
-        [{"prompt": f"{each}=", "answer": str(each)} for each in range(5, 10)],
-    )
-    flags = shlex.split(f"--data.train {data} --data.num_held_out 0 --data.held_out {data}")
-    evaluation = ("--evaluation.every", "1")
-    assert runs.here("out", "--rewards", rewards, *flags, *TWO_STEPS, *evaluation) == 0
-    found = runs.metrics("out")
-    assert [each["step"] for each in found] == [0, 1, 2]
-    for each in found:
-        assert (each["eval/greedy_accuracy"], each["eval/pass@1"]) == (0.2, 0.2)
-        assert each["eval/reward/failed"] == 4.0
 
 
 # --- in processes ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 
 from helmsman import InlineScheduler
-from helmsman.api.errors import EngineCallError
 from helmsman.recipes.prompts import Row
 from helmsman.recipes.rewards import GIVEN
 from helmsman.recipes.scorer import Scored, Scorer
@@ -19,7 +19,7 @@ from tests.unit.recipes.data import completed
 
 ROW = Row([1], "1+1=", "2", "sums", {"prompt": "1+1=", "answer": "2", "level": 3})
 SOURCE = """
-import asyncio, time
+import asyncio, os, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {'score': float(solution_str == ground_truth) + extra_info['level'], 'note': data_source}
@@ -30,6 +30,11 @@ async def by_a_judge(completion, scale=1.0):
 
 def never_ends(completion):
     time.sleep(1000)
+
+def ends(completion):
+    if completion == 'end':
+        os._exit(3)
+    return 1.0
 
 def broken(completion):
     raise KeyError('oops')
@@ -86,27 +91,56 @@ def test_scorer_weighted_sum(reward: Callable[..., Reward]) -> None:
 
 
 def test_scorer_timeout(reward: Callable[..., Reward]) -> None:
-    """A timeout counts as 0; for a reward that takes a batch it counts for all answers."""
+    """The timeout of a reward that takes a batch fails for all answers."""
     (found,) = score([reward("never_ends", timeout_s=0.2), Reward(use="exact", processes=1)], "2")
-    assert found == Scored({"never_ends": 0.0, "exact": 1.0}, 1.0, failed=1)
+    (failure,) = found.failures
+    assert (found.values, found.is_left_out) == ({"exact": 1.0}, True)
+    assert failure.reward == "never_ends"
+    assert "(limit 0.2 s, RewardPool's timeout)" in failure.cause
     found_of_batch = score([reward("stuck", timeout_s=0.5)], "2", "3")
-    assert found_of_batch == [Scored({"stuck": 0.0}, 0.0, failed=1)] * 2
+    assert [(each.values, len(each.failures)) for each in found_of_batch] == [({}, 1)] * 2
 
 
-def test_scorer_function_raises(reward: Callable[..., Reward]) -> None:
-    with pytest.raises(EngineCallError, match="oops"):
-        score([reward("broken")], "2")
+def test_scorer_lost_process(reward: Callable[..., Reward]) -> None:
+    ended, good = score([reward("ends")], "end", "2")
+    assert "has no result and was not repeated, because its worker exited" in ended.failures[0].cause
+    assert good == Scored({"ends": 1.0}, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("completion", "returned"), [("text", "'good'"), ("nothing", "nan"), ("2", "None")]
+    ("on_failure", "values", "is_left_out"),
+    [("drop", {"exact": 1.0}, True), ("value", {"broken": -2.0, "exact": 1.0}, False)],
+)
+def test_scorer_function_raises(
+    reward: Callable[..., Reward], on_failure: str, values: dict[str, float], is_left_out: bool
+) -> None:
+    failing = reward("broken", weight=0.5, on_failure=on_failure, failure_value=-2.0)
+    (found,) = score([failing, Reward(use="exact", processes=1)], "2")
+    assert (found.values, found.is_left_out) == (values, is_left_out)
+    assert math.isnan(found.total) if is_left_out else found.total == 0.0
+    assert "raised KeyError: 'oops'" in found.failures[0].cause.partition("\n")[0]
+    assert "in broken" in found.failures[0].cause, "the traceback"
+
+
+@pytest.mark.parametrize(
+    ("completion", "cause"),
+    [
+        ("text", "returned 'good'; expected a finite number, a mapping with 'score', or None where"),
+        ("nothing", "returned nan; expected a finite number"),
+        ("2", "returned None; expected a number from at least one reward"),
+    ],
 )
 def test_scorer_result_not_a_number(
-    reward: Callable[..., Reward], completion: str, returned: str
+    reward: Callable[..., Reward], completion: str, cause: str
 ) -> None:
-    message = f"the reward 'no_number' returned {returned}; expected a finite number"
-    with pytest.raises(ValueError, match=message):
-        score([reward("no_number", on_cluster=True)], completion)
+    (found,) = score([reward("no_number", on_cluster=True)], completion)
+    assert found.failures[0].cause.startswith(cause)
+
+
+def test_scorer_reward_that_does_not_apply(reward: Callable[..., Reward]) -> None:
+    """TRL leaves None out of the sum."""
+    (found,) = score([reward("no_number"), Reward(use="exact", processes=1)], "2")
+    assert found == Scored({"exact": 1.0}, 1.0)
 
 
 def test_scorer_on_cluster(reward: Callable[..., Reward]) -> None:

@@ -31,6 +31,8 @@ from helmsman.controller._workflows.staleness import (
 
 log = logging.getLogger(__name__)
 
+EPISODE_TIMEOUT_S = 1800.0
+"""Default of ``episode_timeout``."""
 _STOP_S = 5.0
 _PACKAGE = str(Path(__file__).parents[2])
 
@@ -78,7 +80,7 @@ class EpisodeRunner:
         max_in_flight: int = 4096,
         max_failures: int = 16,
         failure_window: int = 256,
-        episode_timeout: float | None = None,
+        episode_timeout: float | None = EPISODE_TIMEOUT_S,
     ) -> None:
         for name, value, least in (
             ("max_in_flight", max_in_flight, 1),

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from helmsman.api.closing import Closing
 from helmsman.controller._workflows.episode_runner import (
+    EPISODE_TIMEOUT_S,
     EpisodeRunner,
     Workflow,
     WorkflowFigures,
@@ -38,9 +39,9 @@ class WorkflowExecutor(Closing):
         max_failures: Failures tolerated among the last ``failure_window`` episodes.
         failure_window: Number of recent episodes among which failures are counted.
         episode_timeout: Seconds from an episode's start after which it is cancelled and counts as
-            failed; None for no limit. The cancellation propagates to its awaits: requests of
-            ``rollout.async_generate_one`` are aborted at their instances. An episode that
-            suppresses the cancellation continues, and its result is dropped.
+            failed, 30 minutes by default; None for no limit. The cancellation propagates to its
+            awaits: requests of ``rollout.async_generate_one`` are aborted at their instances. An
+            episode that suppresses the cancellation continues, and its result is dropped.
 
     Raises:
         TypeError: If ``workflow`` is not an async function.
@@ -55,7 +56,7 @@ class WorkflowExecutor(Closing):
         max_in_flight: int = 4096,
         max_failures: int = 16,
         failure_window: int = 256,
-        episode_timeout: float | None = None,
+        episode_timeout: float | None = EPISODE_TIMEOUT_S,
     ) -> None:
         self._episodes = EpisodeRunner(
             workflow,

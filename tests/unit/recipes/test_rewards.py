@@ -137,11 +137,12 @@ def test_reward_written_for_trl_values(returned: Any) -> None:
     answers = [dict.fromkeys(GIVEN) | {"row": {}, "token_ids": []}] * 2
     reward = Reward(use="m:f")
     none = make_caller(reward, {"m:f": lambda completions: [None, 1.0]})
-    assert none(answers) == [0.0, 1.0], "TRL leaves None out of the sum"
+    assert none(answers) == [None, 1.0], "TRL leaves None out of the sum"
     wrong = make_caller(reward, {"m:f": lambda completions: returned})
+    count = f"{len(returned)} values, " if isinstance(returned, list) else ""
     message = (
-        f"the reward 'm:f' returned {returned!r} for 2 completions; expected a list of 2 numbers, "
-        "one per completion"
+        f"the reward 'm:f' returned {count}{returned!r}, for 2 completions; expected a list of 2 "
+        "numbers, one per completion"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         wrong(answers)
@@ -179,7 +180,7 @@ def test_reward_written_for_openrlhf_values() -> None:
         return {"scores": [1.0]}
 
     caller = make_caller(Reward(use="m:f"), {"m:f": scores_alone})
-    with pytest.raises(ValueError, match=r"'m:f' returned \{'scores': \[1.0\]\} for 1 completions"):
+    with pytest.raises(ValueError, match=r"'m:f' returned \{'scores': \[1.0\]\}, for 1 completions"):
         caller([dict.fromkeys(GIVEN) | {"prompt": "", "completion": "", "row": {}}])
 
 
@@ -205,4 +206,4 @@ def test_reward_written_for_verl() -> None:
     caller = make_caller(Reward(use="m:compute_score"), {"m:compute_score": compute_score})
     row = {"extra_info": {"index": 4}, "reward_model": {"ground_truth": "2"}}
     given = dict.fromkeys(GIVEN) | {"completion": "2", "answer": "2", "source": "s", "row": row}
-    assert caller([given]) == [{"score": 5.0, "of": "s"}]
+    assert caller([given]) == [5.0]
