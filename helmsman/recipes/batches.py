@@ -11,7 +11,7 @@ import msgspec
 from helmsman.agents.samples import Sample, turn_advantages
 from helmsman.api.advantages import group_advantages, sequence_weights
 from helmsman.api.reward_shaping import soft_overlong_punishment
-from helmsman.recipes.prompts import Draw
+from helmsman.recipes.prompts import Draw, Row
 from helmsman.recipes.scorer import Scored
 from helmsman.recipes.settings import Algorithm, GRPOSettings
 
@@ -53,9 +53,9 @@ class Group(msgspec.Struct, frozen=True):
     answers: list[Answer]
 
     @property
-    def judged(self) -> list[tuple[str, Scored]]:
-        """The prompt and the rewards of each answer."""
-        return [(self.draw.row.prompt, answer.scored) for answer in self.answers]
+    def judged(self) -> list[tuple[Row, Scored]]:
+        """The row and the rewards of each answer."""
+        return [(self.draw.row, answer.scored) for answer in self.answers]
 
     @property
     def scored(self) -> Group:

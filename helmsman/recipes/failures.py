@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import collections
 import logging
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from helmsman import HelmsmanError
 from helmsman.recipes.files import append_line
+from helmsman.recipes.prompts import Row
 from helmsman.recipes.scorer import Scored
 
 log = logging.getLogger(__name__)
 
 FILE = "failures.jsonl"
 """File of the output folder with a line for each failed reward of an answer."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 80
 
-Judged = tuple[str, Scored]
-"""A prompt, and the rewards of an answer to it."""
+Judged = tuple[Row, Scored]
+"""A row, and the rewards of an answer to it."""
 
 
 class RewardFailedError(HelmsmanError):
@@ -30,7 +34,7 @@ def note_failures(out: Path, step: int, judged: Iterable[Judged], batch: str) ->
     Args:
         out: The output folder.
         step: Number of the step.
-        judged: The prompt and the rewards of every answer of the batch.
+        judged: The row and the rewards of every answer of the batch.
         batch: Name of the batch in messages, such as 'the batch of step 3'.
 
     Returns:
@@ -41,13 +45,13 @@ def note_failures(out: Path, step: int, judged: Iterable[Judged], batch: str) ->
             answers are left out.
     """
     judged = list(judged)
-    failed = [(prompt, failure) for prompt, scored in judged for failure in scored.failures]
-    for prompt, failure in failed:
-        line = {"step": step, "reward": failure.reward, "prompt": prompt, "cause": failure.cause}
-        append_line(out / FILE, line)
-    alike = collections.Counter(failed)
+    failed = [(row, failure) for row, scored in judged for failure in scored.failures]
+    for row, failure in failed:
+        line = {"step": step, "reward": failure.reward, "prompt": row.prompt}
+        append_line(out / FILE, {**line, "cause": failure.cause})
+    alike = collections.Counter((_SHORT.repr(row.asked), failure) for row, failure in failed)
     for (prompt, failure), number in alike.items():
-        what = f"the reward {failure.reward!r} failed ({batch}, prompt {prompt!r:.80})"
+        what = f"the reward {failure.reward!r} failed ({batch}, prompt {prompt})"
         if failure.policy == "raise":
             raise RewardFailedError(
                 f"{what}: {failure.cause}\nexpected a number, as its on_failure is 'raise'. "

@@ -412,7 +412,7 @@ class Run(Loop):
                     log.warning("an evaluated session failed, and counts as wrong: %s", error)
                 failed += 1
                 return False
-            judged.append((row.prompt, scored))
+            judged.append((row, scored))
             value = scored.values.get(self.right)
             return None if value is None else value >= settings.right_from
 

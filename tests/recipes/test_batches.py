@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import pytest
 
 from helmsman import GenerationResult
@@ -19,7 +22,7 @@ from helmsman.recipes.batches import (
     with_weights,
 )
 from helmsman.recipes.prompts import Draw, Row
-from helmsman.recipes.scorer import Scored
+from helmsman.recipes.scorer import Failure, Scored
 from tests.unit.recipes.data import settings
 
 
@@ -96,6 +99,28 @@ def test_rollout_metrics() -> None:
     assert found["accuracy"] == 0.25
     assert found["staleness/mean"] == pytest.approx(4 / 9)
     assert found["staleness/max"] == 1.0
+
+
+def test_group_without_failed_answers() -> None:
+    """The mean and deviation of a group are those of the answers that have a reward."""
+    failed = msgspec.structs.replace(
+        answer([1], math.nan), scored=Scored({}, math.nan, (Failure("exact", "lost"),))
+    )
+    left = group(answer([1], 1.0), failed, answer([2], 0.0)).scored
+    found = settings(("samples_per_prompt", "3"), ("algorithm.preset", "dr_grpo"))
+    advantages = [each["advantages"] for each in make_samples([left, *GROUPS], found)]
+    assert advantages == [0.5, -0.5, 0.5, -0.5, 0.0, 0.0]
+
+
+def test_rollout_metrics_of_rewards_for_some_rows() -> None:
+    both, other = Scored({"exact": 0.5, "judge": 1.0}, 1.5), Scored({"judge": 0.0}, 0.0)
+    one, two = (
+        msgspec.structs.replace(answer([1], each.total), scored=each) for each in (both, other)
+    )
+    found = rollout_metrics([group(one, two)], 3, "exact", 0.5)
+    assert (found["accuracy"], found["reward/mean"]) == (1.0, 0.75)
+    assert (found["reward/exact/mean"], found["reward/judge/mean"]) == (0.5, 0.5)
+    assert "accuracy" not in rollout_metrics([group(two, two)], 3, "exact", 0.5)
 
 
 def test_logprob_differences_of_same_version() -> None:

@@ -103,7 +103,9 @@ def test_scorer_timeout(reward: Callable[..., Reward]) -> None:
 
 def test_scorer_lost_process(reward: Callable[..., Reward]) -> None:
     ended, good = score([reward("ends")], "end", "2")
-    assert "has no result and was not repeated, because its worker exited" in ended.failures[0].cause
+    assert (
+        "has no result and was not repeated, because its worker exited" in ended.failures[0].cause
+    )
     assert good == Scored({"ends": 1.0}, 1.0)
 
 
@@ -125,7 +127,10 @@ def test_scorer_function_raises(
 @pytest.mark.parametrize(
     ("completion", "cause"),
     [
-        ("text", "returned 'good'; expected a finite number, a mapping with 'score', or None where"),
+        (
+            "text",
+            "returned 'good'; expected a finite number, a mapping with 'score', or None where",
+        ),
         ("nothing", "returned nan; expected a finite number"),
         ("2", "returned None; expected a number from at least one reward"),
     ],

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from helmsman import SamplingParams
@@ -136,6 +138,19 @@ async def test_agent_timeout(gateway: AgentGateway) -> None:
     message = r"did not end within 0.01 s \(agent.timeout_s\), after 0 turns of the model"
     with pytest.raises(TimeoutError, match=message):
         await reward_at(answers, 1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("returned", [True, Decimal("0.5"), np.float32(2), {"reward": np.ones(1)}])
+async def test_reward_of_other_types(gateway: AgentGateway, returned: Any) -> None:
+    async def agent(session: AgentSession) -> Any:
+        await session.complete([{"role": "user", "content": "a"}])
+        session.set_turn_reward(-1, np.bool_(True))  # type: ignore[arg-type]
+        return returned
+
+    found = await reward_at(AgentAnswers(gateway, Agent(use="x"), 0.0, {"x": agent}), 1)
+    own = returned["reward"].item() if isinstance(returned, dict) else returned
+    assert found == float(own) + 1.0, "with that of the turn"
 
 
 @pytest.mark.parametrize(

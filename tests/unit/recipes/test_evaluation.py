@@ -62,6 +62,28 @@ async def test_evaluate_all_and_each_source() -> None:
     assert (await evaluate(rows, settings, sampling, judge, seed=3)) == found
 
 
+async def test_evaluate_leaves_unknown_answers_out() -> None:
+    async def judge(row: Row, sampling: SamplingParams) -> bool | None:
+        if sampling.temperature == 0:
+            return {0: None, 1: True, 2: False}.get(row.answer)
+        return None if row.answer == 0 or (row.answer == 1 and sampling.seed == seeds[0]) else True
+
+    seeds: list[int | None] = []
+
+    async def note(row: Row, sampling: SamplingParams) -> bool:
+        seeds.extend([sampling.seed] if row.answer == 1 else [])
+        return True
+
+    rows = [row(0, "a"), row(1, "b"), row(2, "b")]
+    settings = Evaluation(samples=2, k=(1, 2), greedy=False)
+    await evaluate(rows, settings, SamplingParams(), note, seed=0)
+    settings = Evaluation(samples=2, k=(1, 2))
+    found = await evaluate(rows, settings, SamplingParams(), judge, seed=0)
+    assert (found["all"].num_prompts, found["all"].greedy_accuracy) == (3, 0.5)
+    assert found["all"].pass_at_k == {1: 1.0, 2: 1.0}
+    assert (found["a"].greedy_accuracy, found["a"].pass_at_k) == (None, {})
+
+
 async def test_evaluate_one_source_greedy() -> None:
     async def judge(row: Row, sampling: SamplingParams) -> bool:
         return True

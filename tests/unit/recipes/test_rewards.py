@@ -180,7 +180,9 @@ def test_reward_written_for_openrlhf_values() -> None:
         return {"scores": [1.0]}
 
     caller = make_caller(Reward(use="m:f"), {"m:f": scores_alone})
-    with pytest.raises(ValueError, match=r"'m:f' returned \{'scores': \[1.0\]\}, for 1 completions"):
+    with pytest.raises(
+        ValueError, match=r"'m:f' returned \{'scores': \[1.0\]\}, for 1 completions"
+    ):
         caller([dict.fromkeys(GIVEN) | {"prompt": "", "completion": "", "row": {}}])
 
 

@@ -71,6 +71,16 @@ async def test_episode_timeout() -> None:
 
 
 @virtually
+async def test_episode_timeout_by_default() -> None:
+    async def endless(item: int) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(EpisodeTimeoutError, match="the episode of 7 did not end within 1800 s"):
+        await EpisodeRunner(endless).rollout_batch([7])
+    assert now() == pytest.approx(1800.0)
+
+
+@virtually
 async def test_episode_timeout_of_a_stubborn_episode() -> None:
     with Stubborn() as workflow:
         runner = EpisodeRunner(workflow, episode_timeout=10.0, max_in_flight=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import itertools
 import sys
 import threading
@@ -176,6 +177,11 @@ def test_close_in_many_threads() -> None:
         with concurrent.futures.ThreadPoolExecutor(6) as threads:
             for future in [threads.submit(work) for work in (submit, close) * 3]:
                 future.result(30)
+
+
+def test_episode_timeout_has_a_default() -> None:
+    parameters = inspect.signature(WorkflowExecutor).parameters
+    assert parameters["episode_timeout"].default == 1800.0
 
 
 def test_episode_timeout_aborts_its_requests() -> None:
