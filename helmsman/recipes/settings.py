@@ -244,9 +244,9 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batches.
     """
     on_failure: Literal["drop", "raise", "value"] = "drop"
-    """What follows when the reward raises, times out, loses its process or returns no number.
-    ``drop`` leaves the answer out, up to a tenth of a batch; ``raise`` ends the run; ``value``
-    takes ``failure_value``.
+    """Treatment of an answer for which the reward raises, times out or returns no number.
+    ``drop`` leaves it out, up to a tenth of a batch; ``raise`` ends the run; ``value`` takes
+    ``failure_value``.
     """
     failure_value: float = 0.0
     """The reward of such an answer with ``on_failure: value``."""

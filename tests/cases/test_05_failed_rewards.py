@@ -151,7 +151,8 @@ def test_on_failure_raise(train: Train) -> None:
     message = (
         r"the reward 'raises_for_three' failed \(the batch of step 1, prompt '\d='\): (?s:.*)"
         r" raised AssertionError: the judge is down(?s:.*)in raises_for_three(?s:.*)expected a "
-        r"number, as its on_failure is 'raise'. Correct the reward, or set on_failure to 'drop' or 'value'."
+        r"number, as its on_failure is 'raise'. Correct the reward, or set on_failure to 'drop' or "
+        "'value'."
     )
     with pytest.raises(RewardFailedError, match=message):
         train({"use": raises_for_three, "on_failure": "raise"})
