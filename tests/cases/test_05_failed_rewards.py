@@ -220,7 +220,6 @@ def test_resumed_run_equals_unbroken(train: Train, tmp_path: Path) -> None:
         torch.nn.Parameter(torch.tensor(1.0)),
         pd.Series([1.0]),
     ],
-    ids=repr,
 )
 def test_scalars_are_numbers(value: Any) -> None:
     assert finite(value) == 1.0
@@ -236,7 +235,6 @@ def test_scalars_are_numbers(value: Any) -> None:
         *(np.complex64(1), np.datetime64("2026-01-01"), np.timedelta64(1, "s"), pd.NA, pd.NaT),
         *(torch.tensor([1.0, 2.0]), torch.tensor(NAN), torch.tensor([]), torch.tensor(1j)),
     ],
-    ids=repr,
 )
 def test_other_values_are_no_numbers(value: Any) -> None:
     assert finite(value) is None
@@ -257,7 +255,6 @@ def call(function: Callable[..., Any]) -> list[Any]:
         *(pd.Series([0.5, 1], index=[7, 8]), {"rewards": torch.tensor([0.5, 1])}),
         *([torch.tensor(0.5), np.float32(1)], [{"score": np.float64(0.5)}, Decimal(1)]),
     ],
-    ids=repr,
 )
 def test_values_of_a_batch(returned: Any) -> None:
     found = call(lambda completions: returned)
@@ -282,7 +279,6 @@ def test_values_of_a_batch(returned: Any) -> None:
         ({"rewards": [1.0]}, "1 values, {'rewards': [1.0]}"),
         ({1.0, 2.0}, "{1.0, 2.0}"),
     ],
-    ids=str,
 )
 def test_wrong_counts_of_a_batch(returned: Any, shown: str) -> None:
     message = (
