@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,6 +311,19 @@ except errors.BackendNotInstalledError as error:
 
 
 # --- the forkserver of local workers --------------------------------------------------------------
+
+
+@only_local
+def test_driver_with_many_descriptors(make_own: Callable[..., Scheduler]) -> None:
+    """New descriptors of the script have numbers that ``select`` does not take."""
+    with contextlib.ExitStack() as held:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4_096), hard))
+        while held.enter_context(open(os.devnull)).fileno() < 1_100:
+            pass
+        with make_own() as scheduler:
+            assert len(scheduler.create_workers(Job(role="a"))) == 1
 
 
 @only_local

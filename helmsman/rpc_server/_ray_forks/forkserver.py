@@ -114,10 +114,12 @@ class _RayletFirst(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname == "ray" and not self.key:
-            watched: list[Any] = [self._control, self._driver]
-            ready, _, _ = select.select(watched, [], [])
+            waiting = select.poll()
+            for watched in (self._control.fileno(), self._driver):
+                waiting.register(watched, select.POLLIN)
+            ready = {number for number, _ in waiting.poll()}
             message = b""
-            if self._control in ready:
+            if self._control.fileno() in ready:
                 with self._control.makefile("rb") as messages:
                     message = messages.readline()
             if not message:

@@ -131,18 +131,19 @@ class _ForkServer:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminate)
-        watched: list[Any] = [self._channel, self._wake_read] + (
-            [self._driver] if self._driver != NO_PIDFD else []
-        )
+        waiting = select.poll()  # the driver's descriptors may have numbers beyond select's 1024
+        for watched in (self._channel.fileno(), self._wake_read, self._driver):
+            if watched != NO_PIDFD:
+                waiting.register(watched, select.POLLIN)
         try:
             while True:
-                ready, _, _ = select.select(watched, [], [])
+                ready = {number for number, _ in waiting.poll()}
                 if self._driver in ready:
                     return
                 if self._wake_read in ready:
                     os.read(self._wake_read, 4096)
                     self._reap()
-                if self._channel in ready:
+                if self._channel.fileno() in ready:
                     data = self._channel.recv(1 << 16)
                     if not data:
                         return
