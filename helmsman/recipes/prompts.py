@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman.recipes.messages import Chat, is_token_ids, messages_of, variables_of
+from helmsman.recipes.messages import Chat, is_token_ids, messages_of, variables_of, with_columns
 from helmsman.recipes.rows import RowError, read_rows, unlike
 from helmsman.recipes.settings import Data
 from helmsman.recipes.templates import ChatTemplate
@@ -158,12 +158,13 @@ class ChatTokenizer(FolderTokenizer):
         """
         template, whole = self._template, self._template.render(chat)
         template.require_all(chat, whole)
-        turns = [i for i, each in enumerate(chat.messages) if each["role"] == "assistant"]
+        answers = [i for i, each in enumerate(chat.messages) if each["role"] == "assistant"]
+        turns = [i for i in answers if i >= first and chat.messages[i].get("weight", 1)]
         if not turns:
             raise RowError(f"{chat.field} has no turn of the assistant, expected one to train on")
-        if not first and (marked := template.marked(chat)):
+        if not first and turns == answers and (marked := template.marked(chat)):
             return [marked]
-        parts = [template.last_part(chat.of(chat.messages[: i + 1])) for i in turns if i >= first]
+        parts = [template.last_part(chat.of(chat.messages[: i + 1])) for i in turns]
         if all(whole.startswith(end) for _, end in parts):
             return [self._sample(whole, parts)]
         return [self._sample(part[1], [part]) for part in parts]
@@ -236,7 +237,8 @@ def prompts(data: Data, tokenizer: ChatTokenizer) -> Encode:
 
     def encode(row: Any) -> Row:
         entry = row if isinstance(row, dict) else {data.prompt_key: row}
-        if (prompt := entry.get(data.prompt_key)) is None:
+        asked = with_columns(entry, [data.prompt_key], [data.answer_key], "user")
+        if (prompt := asked.get(data.prompt_key)) is None:
             keys = ", ".join(map(repr, entry))
             raise RowError(f"the row has {keys}, expected {data.prompt_key!r} (data.prompt_key)")
         text, ids = tokenizer.encode(prompt, variables_of(entry))
