@@ -79,7 +79,7 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
         pair = [_text_of(entry[name]) for name in _PAIR]
         if not (are_texts := all(isinstance(each, str) for each in pair)):
             pair = [messages_of(_text_of(entry[name]), repr(name), "assistant") for name in _PAIR]
-        prompt = entry.get(data.prompt_key)
+        prompt: Any = entry.get(data.prompt_key)
         if is_shared:
             shared = common(*pair)
             if are_texts and pair[0][:shared].endswith(" "):

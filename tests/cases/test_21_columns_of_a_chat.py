@@ -121,17 +121,17 @@ def test_refused_row(row: dict[str, Any], message: str, folder: Path) -> None:
 
 def test_input_beside_an_instruction(folder: Path) -> None:
     row = {"instruction": "Translate", "input": "Hund", "output": "dog"}
-    data = {"train": [row], "prompt_key": "instruction", "answer_key": "output"}
+    data: dict[str, Any] = {"train": [row], "prompt_key": "instruction", "answer_key": "output"}
     assert "'input' is 'Hund', expected a text that is in 'instruction'" in refusal(
         "SFT", data, folder
     )
     data["train"] = [{**row, "instruction": "Translate: Hund"}]
-    assert texts(*load("SFT", data, folder), folder) == ["dog<eot>"]
+    assert texts(load("SFT", data, folder)[0], folder) == ["dog<eot>"]
 
 
 def test_one_sequence_with_positions(folder: Path) -> None:
     row = {"input_ids": [4, 5], "position_ids": [0, 1], "seq_lengths": [2]}
-    assert texts(*load("SFT", [row], folder), folder) == ["12"]
+    assert texts(load("SFT", [row], folder)[0], folder) == ["12"]
 
 
 # --- roles and calls ----------------------------------------------------------------------------
