@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from helmsman.recipes.messages import Chat, is_token_ids, messages_of, variables_of
+from helmsman.recipes.messages import Chat, is_token_ids, messages_of, variables_of, with_columns
 from helmsman.recipes.prompts import ChatTokenizer, Encode, Row, Sample, common
 from helmsman.recipes.rows import RowError, unlike
 from helmsman.recipes.settings import Data
 
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks", "attention_mask", "labels")
 """Keys with a 0 for each token that is not trained on; in labels a -100, and else the token."""
+_LABELS = ("label", "kto_tag")
+"""Keys that say whether an answer is good."""
 _PAIR = ("chosen", "rejected")
 
 
@@ -28,6 +30,11 @@ def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
         given = {key: value for key, value in entry.items() if value is not None}
         chats = [key for key in ("messages", "conversations") if key in given]
         answers = [key for key in dict.fromkeys((data.answer_key, "completion")) if key in given]
+        for key in _LABELS:
+            if given.get(key) is False or str(given.get(key)).lower() == "false":
+                raise unlike(repr(key), given[key], "true: a bad answer is not to be trained on")
+        begin, role = (chats[:1], "") if chats else ([data.prompt_key], "user")
+        given = with_columns(given, begin, [*answers, "text"], role)
         if "input_ids" in given:
             samples = [_tokenized(given, tokenizer)]
         elif chats:
@@ -64,13 +71,16 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
 
     def encode(row: Any) -> Row:
         entry: dict[str, Any] = row if isinstance(row, dict) else {}
+        is_shared = entry.get(data.prompt_key) is None
+        begin, role = (_PAIR, "") if is_shared else ([data.prompt_key], "user")
+        entry = with_columns(entry, begin, _PAIR, role)
         if missing := [name for name in _PAIR if entry.get(name) is None]:
             raise unlike(repr(missing[0]), None, "a prompt with 'chosen' and 'rejected'")
         pair = [_text_of(entry[name]) for name in _PAIR]
         if not (are_texts := all(isinstance(each, str) for each in pair)):
             pair = [messages_of(_text_of(entry[name]), repr(name), "assistant") for name in _PAIR]
-        prompt = entry.get(data.prompt_key)
-        if is_shared := prompt is None:
+        prompt: Any = entry.get(data.prompt_key)
+        if is_shared:
             shared = common(*pair)
             if are_texts and pair[0][:shared].endswith(" "):
                 shared -= 1  # tokens begin with a space rather than end with one
@@ -103,6 +113,12 @@ def _tokenized(entry: dict[str, Any], tokenizer: ChatTokenizer) -> Sample:
     if not is_token_ids(ids := entry["input_ids"]):
         raise unlike("'input_ids'", ids, "token ids")
     mask = [1] * len(tokenizer.known(ids, "'input_ids'"))
+    alone = {"position_ids": list(range(len(ids))), "seq_lengths": [len(ids)]}
+    for name, given in entry.items():
+        if name.endswith(("_mask", "_masks")) and name not in _MASKS:
+            raise unlike(repr(name), given, f"a mask with one of the names {', '.join(_MASKS)}")
+        if given != alone.get(name, given):
+            raise unlike(repr(name), given, f"{alone[name]}: one sequence for each row")
     for name in (each for each in _MASKS if each in entry):
         given, is_labels = entry[name], name == "labels"
         off, on = (-100, ids) if is_labels else (0, [1] * len(ids))

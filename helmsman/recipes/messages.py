@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -12,9 +15,31 @@ from helmsman.recipes.rows import RowError, unlike
 
 Messages = list[dict[str, Any]]
 _KEYS = {"from": "role", "value": "content"}
-_ROLES = {"human": "user", "gpt": "assistant"}
-"""Keys and roles of ShareGPT, and those that chat templates know."""
+_ROLES = {
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "function"), "tool"),
+    "human": "user",
+}
+"""Keys and roles of ShareGPT and of old chats, and those that chat templates know."""
+_CALLS = ("function_call", "tool_call", "tool_calls")
+_WEIGHTS = ("weight", "train", "training", "loss")
+"""Keys of a message that say whether it is trained on, by 0 or 1."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_UNREAD = {
+    **dict.fromkeys(_MEDIA, "rows of texts only"),
+    **dict.fromkeys(("train_detail", "training_detail"), "'train' of whole messages"),
+    "history": "its turns as messages in front of the prompt",
+    "documents": "them in a message, or in 'chat_template_kwargs'",
+}
+"""Keys of rows and messages that would change the tokens, and are not read."""
+_SYSTEM, _BESIDE = ("system", "system_prompt"), ("instruction", "input")
+"""Columns with the text of a system message, and columns that belong into a prompt."""
+_STORED = re.compile(
+    r"""\s*(array\()?\[?\s*\{(?=.*['"](role|from)['"]\s*:)(?=.*['"](content|value)['"]\s*:)"""
+    r""".*\}\s*\]?(, dtype=object\))?\s*""",
+    re.DOTALL,
+)
+"""A chat that was written as a text, as in a cell of CSV."""
 
 
 class _Text(msgspec.Struct):
@@ -22,10 +47,18 @@ class _Text(msgspec.Struct):
     text: str
 
 
+class _Function(msgspec.Struct):
+    name: str
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
 class _Message(msgspec.Struct):
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Text] | None = None
-    tool_calls: list[dict[str, Any]] = []
+    tool_calls: list[_Call] = []
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -63,10 +96,7 @@ def messages_of(value: Any, field: str, role: str = "") -> Messages:
     is_list = isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
     if not value or not is_list:
         raise unlike(field, value, "messages with role and content" + " or a text" * bool(role))
-    messages: Messages = [
-        {_KEYS.get(key, key): each for key, each in message.items() if each not in (None, [])}
-        for message in found
-    ]
+    messages = [_message(message, f"{field}[{at}]") for at, message in enumerate(found)]
     try:
         checked = msgspec.convert(messages, list[_Message])
     except msgspec.ValidationError as error:
@@ -77,29 +107,110 @@ def messages_of(value: Any, field: str, role: str = "") -> Messages:
             raise unlike(f"{field}[{index}].content", None, "a text")
         if isinstance(each.content, list):
             each.content = "".join(part.text for part in each.content)
-        message |= {"role": _ROLES.get(each.role, each.role), "content": each.content or ""}
+        message["content"] = each.content or ""
     return messages
+
+
+def _message(given: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """Return a message with the keys and roles that chat templates know."""
+    message = {_KEYS.get(key, key): each for key, each in given.items() if each not in (None, [])}
+    _require_read(message, f"{at}.")
+    if isinstance(role := message.get("role"), str):
+        role = role.lower()
+        is_named = role != "function" or "name" in message  # without a name it may be a call
+        message["role"] = _ROLES.get(role, role) if is_named else role
+        if role == "function_call":
+            message |= {"function_call": message.get("content"), "content": ""}
+    for key in _CALLS:
+        if calls := message.pop(key, None):
+            calls = _decoded(calls, f"{at}.{key}")
+            message["tool_calls"] = _functions(calls if isinstance(calls, list) else [calls])
+    for key in _WEIGHTS:
+        is_answer = message.get("role") == "assistant"
+        if (weight := message.pop(key, None)) not in ((None, 0, 1) if is_answer else (None, 0)):
+            expected = "0 or 1" if is_answer else "0, since only the assistant's turns are trained"
+            raise unlike(f"{at}.{key}", weight, expected)
+        if is_answer and weight == 0:
+            message["weight"] = 0
+    return message
+
+
+def _functions(found: Iterable[Any]) -> list[Any]:
+    """Return functions or calls, each in the form that names its type."""
+    return [
+        {"type": "function", "function": each}
+        if isinstance(each, Mapping) and "name" in each and "function" not in each
+        else each
+        for each in found
+    ]
+
+
+def _decoded(value: Any, field: str) -> Any:
+    """Return a value that may be written as JSON, or as Python writes it."""
+    if not isinstance(value, str):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError):
+            return read(value)
+    raise unlike(field, value, "JSON")
+
+
+def _require_read(entry: Mapping[str, Any], at: str = "") -> None:
+    for key, expected in _UNREAD.items():
+        if entry.get(key) not in (None, [], ""):
+            raise unlike(f"{at}{key}" if at else repr(key), entry[key], expected)
+
+
+def with_columns(
+    entry: Mapping[str, Any], begin: Iterable[str], others: Iterable[str] = (), role: str = ""
+) -> dict[str, Any]:
+    """Return a row whose chats are no texts, and begin with the row's system prompt.
+
+    Args:
+        entry: The row.
+        begin: Keys with the beginning of a chat.
+        others: Other keys that are read.
+        role: Role of a text at the beginning; "" if there is no prompt apart.
+
+    Raises:
+        RowError: A chat cannot be decoded, or a column that belongs to it is not part of it.
+    """
+    made, read = dict(entry), {*begin, *others}
+    for key in read:
+        if isinstance(text := entry.get(key), str) and _STORED.fullmatch(text):
+            made[key] = _decoded(text, repr(key))
+    for key, column in ((key, column) for key in begin for column in (*_SYSTEM, *_BESIDE)):
+        text, prompt = made.get(column) or None, made.get(key)
+        is_system = column in _SYSTEM
+        if text is None or prompt is None or column in read or not (is_system or role):
+            continue
+        if not isinstance(text, str):
+            raise unlike(repr(column), text, "a text")
+        if isinstance(prompt, str) and text in prompt:
+            continue
+        chat = messages_of(prompt, repr(key), role)
+        if is_system and chat[0]["role"] not in ("system", "developer"):
+            made[key] = [{"role": "system", "content": text}, *chat]
+        elif not any(
+            each["content"] == text if is_system else text in each["content"] for each in chat
+        ):
+            raise unlike(repr(column), text, f"a text that is in {key!r}. Join them")
+    return made
 
 
 def variables_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables of the chat template that a row gives: tools, chat_template_kwargs.
 
     Raises:
-        RowError: They have another form, or the row has images, videos or audio.
+        RowError: They have another form, or the row has columns that are not read.
     """
-    for key in _MEDIA:
-        if entry.get(key) not in (None, []):
-            raise unlike(repr(key), entry[key], "rows of texts only")
+    _require_read(entry)
     tools, variables = entry.get("tools") or None, entry.get("chat_template_kwargs") or {}
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) or None
-        except ValueError as error:
-            raise unlike("'tools'", tools, f"JSON ({error})") from error
+    tools = _decoded(tools or entry.get("functions") or None, "'tools'") or None
     if not isinstance(tools, list | None) or not all(
         isinstance(each, dict) or callable(each) for each in tools or ()
     ):
         raise unlike("'tools'", tools, "a list of functions")
     if not isinstance(variables, dict) or "add_generation_prompt" in variables:
         raise unlike("'chat_template_kwargs'", variables, "variables of the chat template")
-    return {"tools": tools, **variables}
+    return {"tools": tools and _functions(tools), **variables}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman.recipes.messages import Chat, is_token_ids, messages_of, variables_of
+from helmsman.recipes.messages import Chat, is_token_ids, messages_of, variables_of, with_columns
 from helmsman.recipes.rows import RowError, read_rows, unlike
 from helmsman.recipes.settings import Data
 from helmsman.recipes.templates import ChatTemplate
@@ -81,6 +82,8 @@ class ChatTokenizer(FolderTokenizer):
         """Token that ends an answer; None if the chat template writes none."""
         self.stop_ids = tuple(sorted(stops | {each for each in [self.end_id] if each is not None}))
         """Stop tokens: of the tokenizer, of generation_config.json and of the chat template."""
+        num_embedded, self.max_positions = _limits(folder)
+        self._num_tokens = min(len(self.tokenizer), num_embedded)
 
     def encode(self, prompt: Any, variables: dict[str, Any] | None = None) -> tuple[str, list[int]]:
         """Return text and tokens of a prompt; token ids are passed on unchanged.
@@ -158,21 +161,30 @@ class ChatTokenizer(FolderTokenizer):
         """
         template, whole = self._template, self._template.render(chat)
         template.require_all(chat, whole)
-        turns = [i for i, each in enumerate(chat.messages) if each["role"] == "assistant"]
+        answers = [i for i, each in enumerate(chat.messages) if each["role"] == "assistant"]
+        turns = [i for i in answers if i >= first and chat.messages[i].get("weight", 1)]
         if not turns:
             raise RowError(f"{chat.field} has no turn of the assistant, expected one to train on")
-        if not first and (marked := template.marked(chat)):
+        if not first and turns == answers and (marked := template.marked(chat)):
             return [marked]
-        parts = [template.last_part(chat.of(chat.messages[: i + 1])) for i in turns if i >= first]
+        parts = [template.last_part(chat.of(chat.messages[: i + 1])) for i in turns]
         if all(whole.startswith(end) for _, end in parts):
             return [self._sample(whole, parts)]
         return [self._sample(part[1], [part]) for part in parts]
 
     def known(self, ids: list[int], field: str) -> list[int]:
-        """Return token ids, which must be in the vocabulary."""
-        if max(ids) >= (size := len(self.tokenizer)):
-            raise RowError(f"{field} has the token {max(ids)}, expected less than {size}")
+        """Return token ids, which tokenizer and model must have."""
+        if (largest := max(ids, default=0)) >= self._num_tokens:
+            raise RowError(
+                f"{field} has the token {largest}, expected less than {self._num_tokens}"
+            )
         return ids
+
+    def limit(self, data: Data, key: str) -> tuple[int, str]:
+        """Return the number of tokens that a row may have, and the name of this limit."""
+        return min(
+            (getattr(data, key), f"data.{key}"), (self.max_positions, "the model's context length")
+        )
 
     def _sample(
         self, text: str, parts: Iterable[tuple[str, str]], *, is_whole: bool = False
@@ -227,6 +239,20 @@ def _end_tokens(folder: Path) -> list[int]:
     return [ids] if isinstance(ids, int) else ids or []
 
 
+def _limits(folder: str) -> tuple[int, int]:
+    """Return the numbers of tokens and of positions that a model has; unlimited if unknown."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    except Exception:  # noqa: BLE001 - without a model, or one that the engines refuse
+        return sys.maxsize, sys.maxsize
+    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = rope.get("original_max_position_embeddings", positions) * (rope.get("factor") or 1)
+    return getattr(config, "vocab_size", sys.maxsize), max(positions, int(scaled))
+
+
 Encode = Callable[[Any], Row]
 """Makes a row without a source from a mapping, a text, a chat or token ids; raises RowError."""
 
@@ -236,7 +262,8 @@ def prompts(data: Data, tokenizer: ChatTokenizer) -> Encode:
 
     def encode(row: Any) -> Row:
         entry = row if isinstance(row, dict) else {data.prompt_key: row}
-        if (prompt := entry.get(data.prompt_key)) is None:
+        asked = with_columns(entry, [data.prompt_key], [data.answer_key], "user")
+        if (prompt := asked.get(data.prompt_key)) is None:
             keys = ", ".join(map(repr, entry))
             raise RowError(f"the row has {keys}, expected {data.prompt_key!r} (data.prompt_key)")
         text, ids = tokenizer.encode(prompt, variables_of(entry))
@@ -274,11 +301,11 @@ def load_dataset(
     given, encode = rows or {}, encode or prompts(data, tokenizer)
     found = read_rows(data.train, given, data.split, "train", data.subset)
     dataset = Dataset()
-    dataset.train = _read(dataset, data.train, found, data, encode)
+    dataset.train = _read(dataset, data.train, found, data, encode, tokenizer)
     if data.held_out is not None or data.held_out_split is not None:
         source = data.train if data.held_out is None else data.held_out
         found = read_rows(source, given, data.held_out_split, "test", data.subset)
-        dataset.held_out = _read(dataset, source, found, data, encode)
+        dataset.held_out = _read(dataset, source, found, data, encode, tokenizer)
         trained_on = {row.prompt for row in dataset.train}
         dataset.num_in_both = sum(row.prompt in trained_on for row in dataset.held_out)
         return dataset
@@ -298,7 +325,12 @@ def load_dataset(
 
 
 def _read(
-    dataset: Dataset, source: Any, found: Iterable[tuple[str, str, Any]], data: Data, encode: Encode
+    dataset: Dataset,
+    source: Any,
+    found: Iterable[tuple[str, str, Any]],
+    data: Data,
+    encode: Encode,
+    tokenizer: ChatTokenizer,
 ) -> list[Row]:
     """Return all usable rows of a source; count those of the data set."""
     rows, num_too_long, skipped = list[Row](), 0, list[str]()
@@ -307,6 +339,8 @@ def _read(
             if isinstance(entry, RowError):
                 raise entry
             row = encode(entry)
+            for ids in [row.prompt_ids, *(each["input_ids"] for each in row.samples)]:
+                tokenizer.known(ids, "the row")
             if not all(any(each["loss_mask"][1:]) for each in row.samples):
                 raise RowError("the row has no token to train on, expected an answer")
         except (RowError, UnicodeError) as error:
@@ -317,10 +351,11 @@ def _read(
                 ) from error
             continue
         what, key = ("sequence", "max_tokens") if row.samples else ("prompt", "max_prompt_tokens")
-        if (length := len(row.prompt_ids)) > (limit := getattr(data, key)):
+        limit, name_of_limit = tokenizer.limit(data, key)
+        if (length := len(row.prompt_ids)) > limit:
             if data.on_long_prompt == "error":
                 raise ValueError(
-                    f"{place}: the {what} has {length} tokens; data.{key} is {limit}, and "
+                    f"{place}: the {what} has {length} tokens; {name_of_limit} is {limit}, and "
                     "data.on_long_prompt is 'error'"
                 )
             num_too_long += 1
@@ -331,7 +366,8 @@ def _read(
     if not rows:
         raise ValueError(
             f"data has no usable row ({source}): {num_too_long} of {num_rows} are longer than "
-            f"data.max_tokens or data.max_prompt_tokens, {len(skipped)} unusable, expected one. "
+            f"data.max_tokens, data.max_prompt_tokens or the model's context length, "
+            f"{len(skipped)} unusable, expected one. "
             f"{skipped[0] if skipped else 'Raise the limit.'}"
         )
     dataset.num_rows += num_rows

@@ -198,11 +198,12 @@ class Recipe(abc.ABC, Generic[S]):
         both = f" ({found.num_in_both} trained on as well)" if found.num_in_both else ""
         first = f" (first: {found.skipped[0]})" if found.skipped else ""
         end = "none" if end_id is None else repr(self.tokenizer.tokenizer.decode([end_id]))
+        _, limit = self.tokenizer.limit(self.settings.data, key)
         longest = max(len(row.prompt_ids) for row in [*found.train, *found.held_out])
         return (
             f"data: {found.num_rows} rows read, {len(found.train)} {kind} to train on{trained}, "
             f"{len(found.held_out)} held out{both}, {found.num_too_long} left out as longer than "
-            f"data.{key}, {len(found.skipped)} left out as unusable{first}; the longest has "
+            f"{limit}, {len(found.skipped)} left out as unusable{first}; the longest has "
             f"{longest} tokens; end-of-turn token: {end}"
         )
 
