@@ -161,11 +161,10 @@ class ChatTokenizer(FolderTokenizer):
         turns = [i for i, each in enumerate(chat.messages) if each["role"] == "assistant"]
         if not turns:
             raise RowError(f"{chat.field} has no turn of the assistant, expected one to train on")
-        if not first and (marked := template.marked(chat)):
-            return [marked]
-        parts = [template.last_part(chat.of(chat.messages[: i + 1])) for i in turns if i >= first]
+        chats = [chat.of(chat.messages[: i + 1]) for i in turns if i >= first]
+        parts = [template.last_part(each) for each in chats]
         if all(whole.startswith(end) for _, end in parts):
-            return [self._sample(whole, parts)]
+            return [(not first and template.marked(chat)) or self._sample(whole, parts)]
         return [self._sample(part[1], [part]) for part in parts]
 
     def known(self, ids: list[int], field: str) -> list[int]:
