@@ -165,11 +165,10 @@ class ChatTokenizer(FolderTokenizer):
         turns = [i for i in answers if i >= first and chat.messages[i].get("weight", 1)]
         if not turns:
             raise RowError(f"{chat.field} has no turn of the assistant, expected one to train on")
-        if not first and turns == answers and (marked := template.marked(chat)):
-            return [marked]
         parts = [template.last_part(chat.of(chat.messages[: i + 1])) for i in turns]
         if all(whole.startswith(end) for _, end in parts):
-            return [self._sample(whole, parts)]
+            uses_marks = not first and turns == answers
+            return [(uses_marks and template.marked(chat)) or self._sample(whole, parts)]
         return [self._sample(part[1], [part]) for part in parts]
 
     def known(self, ids: list[int], field: str) -> list[int]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from helmsman.recipes.messages import Chat
+from helmsman.recipes.messages import Chat, Messages
 from helmsman.recipes.rows import RowError, unlike
 from helmsman.recipes.settings import Data
 
 _WORD, _CALL = "Zq7", {"Zq7": 1}
 """Content, and arguments of a call, in the chats that show how a template renders."""
+_TOOL = {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message with text that comes before its content."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PARAGRAPHS = (
     "{{ start }}{% for m in messages %}{{ '\n\n' if not loop.first }}{{ m.role | capitalize }}:"
@@ -23,7 +26,7 @@ _PARAGRAPHS = (
 """Template for models without one: a form that models trained on plain text can continue."""
 
 
-def _chat(role: str, content: str, arguments: Any = None) -> Chat:
+def _chat(role: str, content: str, arguments: Any = None, tools: Any = None) -> Chat:
     """Return a short chat with a message of this role, perhaps with a tool call."""
     message: dict[str, Any] = {"role": role, "content": content}
     if arguments is not None:
@@ -31,7 +34,36 @@ def _chat(role: str, content: str, arguments: Any = None) -> Chat:
         message["tool_calls"] = [{"type": "function", "id": "call00000", "function": function}]
     user = {"role": "user", "content": "hi"}
     chats = {"user": [message], "developer": [message, user], "assistant": [user, message]}
-    return Chat(chats[role], {}, "chat")
+    return Chat(chats[role], {"tools": tools}, "chat")
+
+
+def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+    return {**call, "arguments": arguments}
+
+
+def _others(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each part that a template has to render, and the message with another in its place."""
+    if message["content"].strip():
+        yield ".content", {**message, "content": _WORD}
+    calls = message.get("tool_calls", [])
+    for at, call in enumerate(calls):
+        other = [*calls[:at], _with_arguments(call, _CALL), *calls[at + 1 :]]
+        yield f".tool_calls[{at}]", {**message, "tool_calls": other}
+
+
+def _kind(message: dict[str, Any]) -> tuple[Any, ...]:
+    """Return all of a message that decides whether a template renders it, but for texts."""
+    num_calls = len(message.get("tool_calls", ()))
+    return message["role"], num_calls, *(key for key, value in message.items() if value)
+
+
+def _left_out(field: str) -> RowError:
+    return RowError(
+        f"{field} is left out by the chat template, expected one that renders it "
+        "(data.chat_template)"
+    )
 
 
 class ChatTemplate:
@@ -46,6 +78,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, data: Data, stops: Collection[int]) -> None:
         self._tokenizer, self._variables = tokenizer, dict(data.template_args)
         self._system: str | None = None
+        self._rendered: set[Any] = set()
+        """Kinds of contents and calls that the template has rendered."""
         self._roles: dict[str, str] = {}
         self.is_given = bool(tokenizer.chat_template)
         """Whether the tokenizer has a template; chats become paragraphs otherwise."""
@@ -60,9 +94,11 @@ class ChatTemplate:
         self._roles = {} if has_developer else {"developer": "system"}
         self._takes = {
             type(arguments)
+            for tools in (None, [{"type": "function", "function": _TOOL}])
             for arguments, sign in ((_CALL, _WORD), (json.dumps(_CALL), json.dumps(_CALL)))
-            if sign in self._try(_chat("assistant", "", arguments))
-        }
+            if sign in (text := self._try(_chat("assistant", "", arguments, tools)))
+            and str(_CALL) not in text  # Python's form of a mapping is no JSON
+        } or {str, dict}
         begun = self._try(_chat("user", _WORD), add_generation_prompt=True)
         self.cue = begun.rpartition(_WORD)[2].strip()
         """Text between a user's message and the answer."""
@@ -105,18 +141,28 @@ class ChatTemplate:
         """Return the text in front of a chat's last answer, and the text of the whole chat.
 
         Raises:
-            RowError: The template refuses the chat, or the last message changes others.
+            RowError: The template refuses the chat, leaves out some of the answer or its reasoning,
+                or the last message changes others.
         """
-        before = chat.of(chat.messages[:-1])
+        before, last = chat.of(chat.messages[:-1]), chat.messages[-1]
         text, begin = self.render(chat), self.render(before, add_generation_prompt=True)
+        shared = len(begin)
         if not text.startswith(begin):
             # The template may begin an answer otherwise than it writes one, but not what precedes.
             bare = self.render(before)
+            shared = len(bare)
             if not (begin.startswith(bare) and text.startswith(bare)):
                 raise RowError(
                     f"{chat.field}[{len(before.messages)}] changes how the chat template renders "
                     "the messages before it, expected a template that only appends"
                 )
+        # Words are taken in order: reasoning that the content repeats must be there twice.
+        parts = dict.fromkeys(last[key] for key in (*_REASONING, "content") if key in last)
+        given = "\n".join(part for part in parts if isinstance(part, str)).strip()
+        turn = self.cue + text[shared:]
+        words = iter(re.findall(r"\w+", turn))
+        if given not in turn and not all(word in words for word in re.findall(r"\w+", given)):
+            raise _left_out(f"a part of {chat.field}[{len(before.messages)}]")
         return begin, text
 
     def marked(self, chat: Chat) -> dict[str, list[int]] | None:
@@ -130,6 +176,9 @@ class ChatTemplate:
     def require_all(self, chat: Chat, text: str, **how: Any) -> None:
         """Check that a text has all contents, tool calls and tools of its chat.
 
+        It has one if another in its place would change the text. This is tried once for each kind
+        of message, by its keys, its neighbours and the variables.
+
         Args:
             chat: The chat.
             text: Its rendering.
@@ -138,24 +187,24 @@ class ChatTemplate:
         Raises:
             RowError: The template leaves something out.
         """
-        others: dict[str, Chat] = {}
-        for at, message in enumerate(chat.messages):
-            for key, other in (("content", _WORD), ("tool_calls", [])):
-                if str(message.get(key, "")).strip() not in text:
-                    changed = [
-                        *chat.messages[:at],
-                        {**message, key: other},
-                        *chat.messages[at + 1 :],
-                    ]
-                    others[f"{chat.field}[{at}].{key}"] = chat.of(changed)
         if chat.variables.get("tools"):
-            others["'tools'"] = Chat(chat.messages, {**chat.variables, "tools": None}, chat.field)
-        for field, without in others.items():
+            without = Chat(chat.messages, {**chat.variables, "tools": None}, chat.field)
             if self._try(without, **how) == text:
-                raise RowError(
-                    f"{field} is left out by the chat template, expected one that renders it "
-                    "(data.chat_template)"
-                )
+                raise _left_out("'tools'")
+        messages = self._whole(chat)
+        given = tuple(key for key, value in (chat.variables | how).items() if value)
+        kinds = [(), *map(_kind, messages), ()]
+        first = len(messages) - len(chat.messages)
+        for at, message in enumerate(messages):
+            for name, other in _others(message):
+                kind = (name, given, *kinds[at : at + 3])
+                if kind in self._rendered:
+                    continue
+                changed = chat.of([*messages[:at], other, *messages[at + 1 :]])
+                if self._try(changed, **how) == text:
+                    field = f"{chat.field}[{at - first}]{name}"
+                    raise _left_out(field if at >= first else "data.system_prompt")
+                self._rendered.add(kind)
 
     def _try(self, chat: Chat, **how: Any) -> str:
         with contextlib.suppress(RowError):
@@ -164,9 +213,7 @@ class ChatTemplate:
 
     def _apply(self, chat: Chat, **how: Any) -> Any:
         try:
-            messages = [self._form(message) for message in chat.messages]
-            if self._system and not (messages and messages[0]["role"] in ("system", "developer")):
-                messages.insert(0, self._form({"role": "system", "content": self._system}))
+            messages = [self._form(message) for message in self._whole(chat)]
             variables = self._variables | chat.variables | how
             return self._tokenizer.apply_chat_template(messages, **variables)
         except Exception as error:  # templates may raise any exception
@@ -174,6 +221,13 @@ class ChatTemplate:
                 f"{chat.field} is refused by the chat template ({type(error).__name__}: {error}), "
                 "expected a chat that it renders"
             ) from error
+
+    def _whole(self, chat: Chat) -> Messages:
+        """Return the messages of a chat after the system prompt, if it has none of its own."""
+        has_own = bool(chat.messages) and chat.messages[0]["role"] in ("system", "developer")
+        if has_own or not self._system:
+            return chat.messages
+        return [{"role": "system", "content": self._system}, *chat.messages]
 
     def _form(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message in the form that the template takes."""
@@ -188,9 +242,8 @@ class ChatTemplate:
         return made
 
     def _form_of_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        function = call.get("function", call)
-        arguments = function.get("arguments")
+        arguments = call.get("function", call).get("arguments")
         if type(arguments) in self._takes or not isinstance(arguments, str | dict):
             return call
         made = json.loads(arguments) if isinstance(arguments, str) else json.dumps(arguments)
-        return {**call, "function": {**function, "arguments": made}}
+        return _with_arguments(call, made)
