@@ -100,8 +100,11 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
                 "'chosen' or 'rejected' has turns that the chat template renders otherwise when "
                 "others follow, expected a template that only appends"
             )
-        if samples[0] == samples[1]:
-            raise RowError("'chosen' and 'rejected' have equal tokens, expected two answers")
+        if samples[0] == samples[1] and pair[0] != pair[1]:
+            raise RowError(
+                "'chosen' and 'rejected' differ, but have equal tokens, expected a chat template "
+                "that renders the difference (data.chat_template)"
+            )
         masks = [each["loss_mask"] for each in samples]
         starts = [[*mask, 1].index(1) for mask in masks]
         for mask, start in zip(masks, starts, strict=True):

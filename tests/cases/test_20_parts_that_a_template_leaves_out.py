@@ -88,13 +88,19 @@ def test_turns_of_their_own_before_marks(tmp_path: Path) -> None:
     assert texts(row, folder) == ["<think>42</think>It is 42.<eot>", "yo<eot>"]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected"), [("a", "a"), ([ANSWER], "yo"), ("a<eot>", "a"), ({**ANSWER}, ANSWER)]
-)
-def test_pair_of_equal_tokens(chosen: Any, rejected: Any, tmp_path: Path) -> None:
-    row = {"prompt": "hi", "chosen": chosen, "rejected": rejected}
-    with pytest.raises(ValueError, match="'chosen' and 'rejected' have equal tokens, expected two"):
+def test_different_answers_of_equal_tokens(tmp_path: Path) -> None:
+    row = {"prompt": "hi", "chosen": "a<eot>", "rejected": "a"}
+    with pytest.raises(ValueError, match="'chosen' and 'rejected' differ, but have equal tokens"):
         load("DPO", [row], tokenizer_folder(tmp_path, PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"), [("yo", "yo"), ([ANSWER], "yo"), ({**ANSWER}, ANSWER)]
+)
+def test_equal_answers(chosen: Any, rejected: Any, tmp_path: Path) -> None:
+    folder = tokenizer_folder(tmp_path, PLAIN)
+    (row,) = load("DPO", [{"prompt": "hi", "chosen": chosen, "rejected": rejected}], folder)
+    assert texts(row, folder) == ["yo<eot>", "yo<eot>"]
 
 
 TOOL_USE = "{% if tools %}TOOL{% endif %}" + EACH + CALLS + "<eot>{% endfor %}" + CUE
