@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from helmsman.recipes.messages import Chat, is_token_ids, messages_of, variables_of, with_columns
@@ -136,7 +137,13 @@ def _tokenized(entry: dict[str, Any], tokenizer: ChatTokenizer) -> Sample:
 
 
 def _text_of(answer: Any) -> Any:
-    """Return an answer, a number as its text."""
+    """Return an answer, a number as its text.
+
+    Raises:
+        RowError: It is infinite, or a whole float: a table makes one of 7 in a column with nulls.
+    """
+    if isinstance(answer, float) and (answer.is_integer() or math.isinf(answer)):
+        raise RowError(f"an answer is the float {answer}, expected a text or an integer")
     return str(answer) if type(answer) in (int, float) else answer
 
 

@@ -106,8 +106,7 @@ class GRPO(Recipe[GRPOSettings]):
         """
         self.tokenizer = ChatTokenizer(self.settings.model, self.settings.data)
         dataset = load_dataset(self.settings.data, self.tokenizer, self.settings.seed, self.rows)
-        for reward in self.settings.rewards:
-            make_caller(reward, self.functions)
+        self._callers = [make_caller(reward, self.functions) for reward in self.settings.rewards]
         agent = self.settings.agent
         if agent.is_given:
             with needed_by("the agent's gateway", "aiohttp"):
@@ -115,6 +114,19 @@ class GRPO(Recipe[GRPOSettings]):
         if agent.use:
             find_agent(agent.use, self.functions)
         return dataset
+
+    def check(self) -> None:
+        """Check that each row has the values that the rewards require."""
+        for row in (*self.dataset.train, *self.dataset.held_out):
+            for caller in self._callers:
+                try:
+                    caller.require_row(row.entry, row.answer)
+                except ValueError as error:
+                    raise ValueError(
+                        f"unusable row ({row.place}): {error}, expected an answer as text by "
+                        f"{self.settings.data.answer_key!r} (data.answer_key). Mend the row, or "
+                        "give the parameter of your own reward a default."
+                    ) from error
 
     def jobs(self) -> list[Job]:
         """Return the jobs of trainer, rollout, reference (with a KL term) and critic (PPO)."""

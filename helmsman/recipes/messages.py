@@ -49,6 +49,7 @@ class _Text(msgspec.Struct):
 
 class _Function(msgspec.Struct):
     name: str
+    arguments: dict[str, Any] | str | None = None
 
 
 class _Call(msgspec.Struct):

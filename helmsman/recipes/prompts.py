@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+import os
 import random
 import sys
 import threading
@@ -34,6 +37,8 @@ class Row(msgspec.Struct, frozen=True):
     """The whole row."""
     asked: Any = None
     """The prompt as it is in the row: a text, a chat or token ids."""
+    place: str = ""
+    """File and number of the row."""
     samples: list[Sample] = []
     """Training samples of a row with given answers; ``prompt_ids`` then has the tokens of the
     longest sample."""
@@ -266,9 +271,12 @@ def prompts(data: Data, tokenizer: ChatTokenizer) -> Encode:
             keys = ", ".join(map(repr, entry))
             raise RowError(f"the row has {keys}, expected {data.prompt_key!r} (data.prompt_key)")
         text, ids = tokenizer.encode(prompt, variables_of(entry))
-        answer = entry.get(data.answer_key)
-        if answer is None and isinstance(entry.get("reward_model"), Mapping):
-            answer = entry["reward_model"].get("ground_truth")  # of rows made for verl
+        answer, model = entry.get(data.answer_key), entry.get("reward_model")  # of rows for verl
+        if answer is None and isinstance(model, str):
+            with contextlib.suppress(ValueError):
+                model = json.loads(model)
+        if answer is None and isinstance(model, Mapping):
+            answer = model.get("ground_truth")
         return Row(ids, text, answer, "", entry, prompt)
 
     return encode
@@ -298,12 +306,22 @@ def load_dataset(
         OSError: A file cannot be read.
     """
     given, encode = rows or {}, encode or prompts(data, tokenizer)
+    sources = [
+        path
+        for each in (data.train, data.held_out or ())
+        for path in ([each] if isinstance(each, str) else each)
+    ]
+    if data.subset is not None and not any(map(os.path.isdir, sources)):
+        raise ValueError(
+            f"data has no subsets ({data.train}): data.subset is {data.subset!r}, expected null"
+        )
     found = read_rows(data.train, given, data.split, "train", data.subset)
     dataset = Dataset()
     dataset.train = _read(dataset, data.train, found, data, encode, tokenizer)
     if data.held_out is not None or data.held_out_split is not None:
         source = data.train if data.held_out is None else data.held_out
-        found = read_rows(source, given, data.held_out_split, "test", data.subset)
+        default = "train" if data.held_out is None else "test"
+        found = read_rows(source, given, data.held_out_split, default, data.subset)
         dataset.held_out = _read(dataset, source, found, data, encode, tokenizer)
         trained_on = {row.prompt for row in dataset.train}
         dataset.num_in_both = sum(row.prompt in trained_on for row in dataset.held_out)
@@ -360,7 +378,8 @@ def _read(
             num_too_long += 1
             continue
         label = row.entry.get(data.source_key)
-        rows.append(msgspec.structs.replace(row, source=name if label is None else str(label)))
+        label = name if label is None else str(label)
+        rows.append(msgspec.structs.replace(row, source=label, place=place))
     num_rows = len(rows) + num_too_long + len(skipped)
     if not rows:
         raise ValueError(

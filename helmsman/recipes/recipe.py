@@ -86,12 +86,17 @@ class Recipe(abc.ABC, Generic[S]):
             is_rows = not isinstance(data, Mapping) or hasattr(data, "column_names")
             given["data"] = {"train": data} if is_rows else dict(cast(Mapping[str, Any], data))
         section = given.get("data", {})
+        has_splits = isinstance(section.get("train"), Mapping)
+        if has_splits and section.get("held_out_split") and section.get("held_out") is None:
+            section["held_out"] = section["train"]
         for key, split, default in (
             ("train", "split", "train"),
             ("held_out", "held_out_split", "test"),
         ):
             if section.get(key) is not None:
+                has_splits = isinstance(section[key], Mapping)
                 section[key], rows = source_of(section[key], section.get(split), default)
+                section |= {split: None} if has_splits and split in section else {}
                 self.rows |= {} if rows is None else {section[key]: rows}
         self._read(config, overrides, given)
         self._is_loaded = False
@@ -132,6 +137,7 @@ class Recipe(abc.ABC, Generic[S]):
             BackendNotInstalledError: A package is missing.
         """
         self.load()
+        self.check()
         with start_scheduler(self.settings.cluster, self.settings.seed, None) as scheduler:
             table = scheduler.plan(self.jobs()).table()
         return f"{as_yaml(self.settings)}\n\n{self.describe()}\n\n{table}"
@@ -154,7 +160,7 @@ class Recipe(abc.ABC, Generic[S]):
         """Prepare the output folder, and lock it against other runs inside the block.
 
         Raises:
-            ValueError: The run in the folder cannot be resumed.
+            ValueError: The run in the folder cannot be resumed, or a row lacks a value.
             OSError: The folder is in use, holds another run, or cannot be written.
         """
         out = Path(self.settings.out)
@@ -212,6 +218,7 @@ class Recipe(abc.ABC, Generic[S]):
         path = out / "settings.json"
         if self.resume:
             self._require_resumable(out, path)
+            self.check()
         else:
             if Path(self.settings.model).resolve().is_relative_to(out.resolve()):
                 raise ValueError(
@@ -224,6 +231,7 @@ class Recipe(abc.ABC, Generic[S]):
                     f"empty folder. Give "
                     "--resume to continue it, --overwrite to replace it, or another --out."
                 )
+            self.check()
             if clear(out, files=FILES, folders=FOLDERS):
                 print(f"the earlier run in {out} is replaced")
         write_json(path, self.settings)
@@ -263,6 +271,13 @@ class Recipe(abc.ABC, Generic[S]):
             ValueError: The tokenizer or a row is invalid.
             OSError: A file cannot be read.
             BackendNotInstalledError: A package is missing.
+        """
+
+    def check(self) -> None:
+        """Check that the loaded rows have all values that training takes from them.
+
+        Raises:
+            ValueError: A row lacks one.
         """
 
     @abc.abstractmethod

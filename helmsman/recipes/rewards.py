@@ -27,6 +27,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -54,6 +55,9 @@ GIVEN = (
 _OF_BATCHES = ({"completions"}, {"queries", "labels"})
 """Parameters by which functions written for TRL and for OpenRLHF are recognised."""
 _ALIASES = {"solution_str": "completion", "ground_truth": "answer", "data_source": "source"}
+_ANSWERS = ("answer", "ground_truth", "labels")
+"""Parameters that are the row's correct answer."""
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -65,7 +69,7 @@ class ExactMatch:
 
     def __call__(self, completion: str, answer: Any) -> float:
         """Return 1.0 or 0.0."""
-        return float(answer is not None and completion.strip() == str(answer).strip())
+        return float(completion.strip() == _given(answer).strip())
 
 
 class NumberMatch:
@@ -80,7 +84,7 @@ class NumberMatch:
 
     def __call__(self, completion: str, answer: Any) -> float:
         """Return 1.0 or 0.0."""
-        found, expected = _last_number(completion), _last_number(str(answer))
+        found, expected = _last_number(completion), _last_number(_given(answer))
         if found is None or expected is None:
             return 0.0
         try:
@@ -122,7 +126,7 @@ class MathVerify:
 
         # math-verify reads a bare "1/2" or "\\frac12" as LaTeX only between dollars. Texts with
         # dollars or \\boxed are passed unchanged.
-        text = str(answer)
+        text = _given(answer)
         gold = parse(
             text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None
         )
@@ -152,6 +156,13 @@ _BY_NAME: dict[str, Callable[..., Callable[..., float]]] = {
     "format": FormatMatch,
     "math": MathVerify,
 }
+
+
+def _given(answer: Any) -> str:
+    """Return the text of an answer, which must be there."""
+    if answer is None:
+        raise ValueError("the row has no answer")
+    return str(answer)
 
 
 def _last_number(text: str) -> Decimal | None:
@@ -294,6 +305,33 @@ class Caller:
                 "parameters "
                 f"{', '.join(GIVEN)}, and those of its args, {self._args}."
             ) from error
+
+    def require_row(self, row: Mapping[str, Any], answer: Any) -> None:
+        """Check that a row has the values that the function requires.
+
+        Args:
+            row: The row.
+            answer: Its correct answer.
+
+        Raises:
+            ValueError: It has no value for a parameter without a default, or a number of which a
+                built-in reward cannot know the digits.
+        """
+        (found,) = self.calls([{**dict.fromkeys(GIVEN, ""), "row": row, "answer": answer}])
+        for name, each in inspect.signature(self.find()).parameters.items():
+            is_answer = name in _ANSWERS and found.get(name, None) in (None, [None])
+            is_optional = each.default is not each.empty or each.kind in _OPEN
+            if not is_optional and (is_answer or name not in found):
+                raise ValueError(
+                    f"the reward {self._use!r} requires {name!r}, and the row has "
+                    f"{', '.join(map(repr, row))}"
+                )
+        is_float = self._use in _BY_NAME and isinstance(answer, float)
+        if is_float and (self._use == "exact" or math.isinf(answer)):
+            raise ValueError(
+                f"the reward {self._use!r} takes texts and whole numbers, and the answer is "
+                f"{answer}"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._use, self._args, self._given)

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ TEXTS = (".jsonl", ".ndjson", ".json", ".txt")
 FORMATS = (*TEXTS, ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow those of text formats."""
+_SOURCE = re.compile(
+    rf".*({'|'.join(map(re.escape, FORMATS + COMPRESSED))})"
+    r"|\S*\.[a-z]\w*|[a-z][\w.-]*/[\w.-]*",
+    re.IGNORECASE,
+)
+"""A text that ends as the name of a file does, or is the name of a data set on the Hub."""
 
 
 class RowError(ValueError):
@@ -77,7 +84,10 @@ def source_of(
         return os.fspath(data), None
     kind = type(data).__name__
     if isinstance(data, Mapping):
-        data = pick(data, split, default, f"data of type {kind}")
+        is_data_set = hasattr(type(data), "column_names")
+        name = split or (None if is_data_set else default)  # a mapping of columns has no splits
+        return source_of(pick(data, name, default, f"data of type {kind}"), None, default)
+    is_columnar = _is_table(data)
     if hasattr(data, "columns"):  # iterating over a table yields columns, or their names
         ways = (("to_pylist",), ("to_dicts",), ("to_dict", "records"))
         data = next((getattr(data, name)(*how) for name, *how in ways if hasattr(data, name)), None)
@@ -89,16 +99,53 @@ def source_of(
             f"more than {most_rows:,} rows or no end; write them to files" if rows else "no rows"
         )
         raise ValueError(f"data of type {kind} has {found}; expected at least one")
-    if any(map(_is_path, rows)):
+    if all(map(_is_table, rows)):
+        rows = [row for each in rows for row in source_of(each, None, default)[1] or ()]
+    elif any(map(_is_table, rows)):
+        raise TypeError(f"data of type {kind} has tables and other values, expected one of them")
+    else:
+        rows = list(map(_of_columns if is_columnar else plain, rows))
+    if any(map(_is_path, rows)) or all(map(_may_be_source, rows)):
         return tuple(map(str, rows)), None
-    digest = hashlib.sha256(repr(plain(rows)).encode()).hexdigest()
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     return f"rows-{len(rows)}-{digest[:12]}", rows
 
 
+def _is_table(value: Any) -> bool:
+    """Whether a value is a table or a data set."""
+    return hasattr(type(value), "columns") or hasattr(type(value), "column_names")
+
+
 def _is_path(value: Any) -> bool:
+    """Whether an item names a file or folder, so that the others must do so, too."""
     if not isinstance(value, str):
         return isinstance(value, os.PathLike)
-    return value.endswith(FORMATS + COMPRESSED) and value.split() == [value]
+    is_file = value.lower().endswith(FORMATS + COMPRESSED) and value.split() == [value]
+    return is_file or os.path.exists(value)
+
+
+def _may_be_source(value: Any) -> bool:
+    """Whether an item names a source if all others do so, too."""
+    if not isinstance(value, str):
+        return False
+    return bool(_SOURCE.fullmatch(value) or (glob.has_magic(value) and glob.glob(value)))
+
+
+def _of_columns(row: Any) -> Any:
+    """Return a row of a table as plain values, without the null keys of structs in lists.
+
+    All structs of a column have the keys of each of them.
+    """
+
+    def compact(value: Any, *, in_list: bool) -> Any:
+        if isinstance(value, list):
+            return [compact(each, in_list=True) for each in value]
+        if not isinstance(value, dict):
+            return value
+        kept = ((key, each) for key, each in value.items() if not in_list or each is not None)
+        return {key: compact(each, in_list=in_list) for key, each in kept}
+
+    return compact(plain(row), in_list=False)
 
 
 def pick(splits: Mapping[Any, Any], split: str | None, default: str, where: str) -> Any:
@@ -116,7 +163,10 @@ def pick(splits: Mapping[Any, Any], split: str | None, default: str, where: str)
     name = split or (default if default in splits or len(splits) != 1 else next(iter(splits)))
     if name not in splits:
         has = ", ".join(map(str, splits))
-        raise ValueError(f"{where} has the splits {has}; expected {name!r}, or one split")
+        raise ValueError(
+            f"{where} has the splits {has}; expected {name!r}, or one split. Set "
+            "data.split or data.held_out_split."
+        )
     return splits[name]
 
 
@@ -143,16 +193,22 @@ def read_rows(
         BackendNotInstalledError: The package ``datasets`` is needed and missing.
     """
     for path in [source] if isinstance(source, str) else source:
-        if path in given:
-            parts = [("data", _numbered(given[path]))]
-        elif os.path.isdir(path):
+        if os.path.isdir(path) and path not in given:
             parts = _parts_of_folder(path, split, default, subset)
+        elif split not in (None, default):
+            raise ValueError(
+                f"data has no splits ({path}): data.split or data.held_out_split is {split!r}, "
+                "expected null. Give the source of the split by data.train or data.held_out."
+            )
+        elif path in given:
+            parts = [("data", _numbered(given[path]))]
         elif files := [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True)):
             parts = [(file, _rows_in(file)) for file in files]
         else:
             raise FileNotFoundError(
-                f"data cannot be read ({path}): no such file or folder, expected a local one. Get "
-                "data from the Hub by `hf download NAME --repo-type dataset --local-dir FOLDER`."
+                f"data cannot be read ({path:.200}): no such file or folder, expected a local one. "
+                "Get data from the Hub by `hf download NAME --repo-type dataset --local-dir "
+                "FOLDER`, and pass texts as {'prompt': TEXT} or {'text': TEXT}."
             )
         for where, rows in parts:
             name = Path(path if path in given else where).stem
@@ -172,8 +228,10 @@ def _parts_of_folder(
     try:
         if any(Path(folder, name).is_file() for name in ("state.json", "dataset_dict.json")):
             saved: Any = datasets.load_from_disk(folder)
-            splits = saved if isinstance(saved, Mapping) else {split or default: saved}
-            return [(folder, _numbered(pick(splits, split, default, folder)))]
+            splits = saved if isinstance(saved, Mapping) else {default: saved}
+            if subset is not None:
+                raise ValueError(f"data.subset is {subset!r}, and it has no subsets")
+            return [(folder, _numbered(map(_of_columns, pick(splits, split, default, folder))))]
         files = datasets.load_dataset_builder(folder, name=subset).config.data_files
         return [(each, _rows_in(each)) for each in pick(files, split, default, folder)]
     except Exception as error:  # readers of datasets may raise any exception
@@ -210,7 +268,7 @@ def _table(file: str, kind: str) -> Any:
         import pandas  # datasets depends on it
     if kind in (".parquet", ".arrow"):
         where: Any = {"data_files": [glob.escape(file)], "split": "train"}
-        return datasets.load_dataset(kind[1:], streaming=True, **where)
+        return map(_of_columns, datasets.load_dataset(kind[1:], streaming=True, **where))
     cells: Any = {"dtype": str, "keep_default_na": False, "na_values": [""]}
     table = pandas.read_csv(file, sep="," if kind == ".csv" else "\t", **cells)
     if not isinstance(table.index, pandas.RangeIndex):

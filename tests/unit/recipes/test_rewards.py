@@ -38,7 +38,9 @@ def mine(tmp_path: Path) -> Path:
 
 def test_reward_exact() -> None:
     assert [alone("exact", text, "12") for text in ("12", " 12\n", "13", "")] == [1, 1, 0, 0]
-    assert alone("exact", "", None) == 0
+    for use in ("exact", "number"):
+        with pytest.raises(ValueError, match="the row has no answer"):
+            alone(use, "", None)
 
 
 def test_reward_number() -> None:

@@ -9,7 +9,6 @@ import gzip
 import itertools
 import json
 import lzma
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,5 +194,5 @@ def test_read_rows_names_install_command(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_is_path_only_of_files() -> None:
-    texts = ["Explain main.py", "what is a.json ?", os.sep]
+    texts = ["Explain main.py", "what is a.json ?", "and / or"]
     assert source_of(texts, None, "train")[1] == texts
