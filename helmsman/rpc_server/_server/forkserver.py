@@ -36,6 +36,7 @@ from helmsman.rpc_server._host.threads import share_interpreter
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD
 from helmsman.rpc_server._process.environment import extend_search_path, preload, redirect_output
+from helmsman.rpc_server._process.forked_children import give_children_default_signals
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log, remove_tree
 from helmsman.rpc_server._process.stack_dump import offer_stacks
@@ -303,13 +304,10 @@ def _take_notice(host: EngineHost) -> None:
     The worker reports the notice in its health, so that its work can move elsewhere. It ends
     ``NOTICE_S`` seconds later, or at a second SIGTERM. Helmsman itself ends workers by SIGKILL.
     """
-    worker, code = os.getpid(), 128 + signal.SIGTERM
+    code = 128 + signal.SIGTERM
 
     def told(*_: Any) -> None:
-        if os.getpid() != worker:  # a child forked by an engine, which ends as usual
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif host.ends_at is not None:
+        if host.ends_at is not None:
             os._exit(code)
         else:
             last = threading.Timer(NOTICE_S, os._exit, (code,))
@@ -321,6 +319,7 @@ def _take_notice(host: EngineHost) -> None:
             host.ends_at = time.monotonic() + NOTICE_S
 
     signal.signal(signal.SIGTERM, told)
+    give_children_default_signals()
 
 
 def main(watcher: int, argv: list[str]) -> None:
