@@ -36,6 +36,7 @@ from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 from helmsman.rpc_server._process.environment import preload
+from helmsman.rpc_server._process.main_thread import run_beside
 from helmsman.rpc_server._ray_forks.client import FORKED, GREETING
 from helmsman.rpc_server._ray_forks.ray_patches import (
     draws_class_ids_from_system,
@@ -324,6 +325,8 @@ def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
 def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]) -> None:
     """Run Ray's compiled worker program in this process, a fork in which nothing else runs.
 
+    Its main thread remains free for engine calls.
+
     Args:
         order: The worker.
         program: The compiled program.
@@ -353,7 +356,9 @@ def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]
     main = ModuleType("__main__")
     main.__file__ = order.script
     sys.modules["__main__"] = main
-    exec(program, main.__dict__)
+    # The main thread can have only one; run_beside's ends the process, as Ray's does.
+    utils.set_sigterm_handler = lambda _: None
+    run_beside(lambda: exec(program, main.__dict__))
 
 
 def _take_after(client: int) -> None:

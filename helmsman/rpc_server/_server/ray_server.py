@@ -24,6 +24,7 @@ from helmsman.rpc_server._host.threads import share_interpreter
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.environment import extend_search_path, redirect_output
 from helmsman.rpc_server._process.forked_children import give_children_default_signals
+from helmsman.rpc_server._process.main_thread import runs_on_main_thread
 from helmsman.rpc_server._process.oom import OomCount, oom_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log
@@ -239,7 +240,8 @@ class RayRPCServer:
         self._host = EngineHost(
             identity, self._store, pulse=self._pulse, title_end=title_end, nodes=RayNodes()
         )
-        self._host.engine_thread.start("engine")
+        if not runs_on_main_thread(self._host.engine_thread.run):
+            self._host.engine_thread.start("engine")
         return log_start
 
     @_control
