@@ -6,7 +6,7 @@ Ray's worker program keeps the main thread in its own loop. ``run_beside`` runs 
 from __future__ import annotations
 
 import atexit
-import ctypes
+import contextlib
 import os
 import queue
 import signal
@@ -15,6 +15,10 @@ import threading
 import traceback
 from collections.abc import Callable
 
+OFFER_VARIABLE = "HELMSMAN_FREE_MAIN_THREAD"
+"""Variable of a forked worker whose main thread is to be free; other workers of Ray keep theirs for
+tasks and actors of the script.
+"""
 _WAKE_S = 1.0
 """Longest time in seconds until an idle main thread handles a signal that another one received."""
 _work: queue.SimpleQueue[Callable[[], None]] | None = None
@@ -31,27 +35,15 @@ def runs_on_main_thread(work: Callable[[], None]) -> bool:
 def run_beside(program: Callable[[], object]) -> None:
     """Run a program on another thread until it ends the process; this main thread becomes free.
 
-    SIGTERM ends the process. SIGINT interrupts the work of the main thread, or else the program.
+    SIGTERM ends the process.
     """
     global _work
-    _work = waiting = queue.SimpleQueue()
+    _work = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, _terminated)
-    thread = threading.Thread(target=_run, args=(program,), name="program", daemon=True)
-    thread.start()
-    work: Callable[[], None] | None = None
+    threading.Thread(target=_run, args=(program,), name="program", daemon=True).start()
     while True:
-        try:
-            if work is None:
-                work = waiting.get(timeout=_WAKE_S)
-            work()
-            work = None
-        except queue.Empty:
-            continue
-        except KeyboardInterrupt:
-            if work is None:  # Ray cancels a running task in this way
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-                )
+        with contextlib.suppress(queue.Empty):
+            _work.get(timeout=_WAKE_S)()
 
 
 def _run(program: Callable[[], object]) -> None:

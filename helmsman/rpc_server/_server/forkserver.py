@@ -34,9 +34,9 @@ from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.journal import write_to_stderr
 from helmsman.rpc_server._host.threads import share_interpreter
 from helmsman.rpc_server._process import guardian
+from helmsman.rpc_server._process.child_processes import prepare_for_children
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD
 from helmsman.rpc_server._process.environment import extend_search_path, preload, redirect_output
-from helmsman.rpc_server._process.forked_children import give_children_default_signals
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log, remove_tree
 from helmsman.rpc_server._process.stack_dump import offer_stacks
@@ -238,8 +238,9 @@ def _become_worker(
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for fd in inherited:
             os.close(fd)
         os.setsid()
@@ -319,7 +320,7 @@ def _take_notice(host: EngineHost) -> None:
             host.ends_at = time.monotonic() + NOTICE_S
 
     signal.signal(signal.SIGTERM, told)
-    give_children_default_signals()
+    prepare_for_children()
 
 
 def main(watcher: int, argv: list[str]) -> None:

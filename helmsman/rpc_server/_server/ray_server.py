@@ -22,8 +22,8 @@ from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.journal import write_to_stderr
 from helmsman.rpc_server._host.threads import share_interpreter
 from helmsman.rpc_server._process import guardian
+from helmsman.rpc_server._process.child_processes import prepare_for_children
 from helmsman.rpc_server._process.environment import extend_search_path, redirect_output
-from helmsman.rpc_server._process.forked_children import give_children_default_signals
 from helmsman.rpc_server._process.main_thread import runs_on_main_thread
 from helmsman.rpc_server._process.oom import OomCount, oom_count
 from helmsman.rpc_server._process.pulse import Pulse
@@ -226,7 +226,7 @@ class RayRPCServer:
         # Only the crashed thread: the stacks of all threads would fill the log's tail.
         faulthandler.enable(all_threads=False)
         offer_stacks()
-        give_children_default_signals()
+        prepare_for_children()
         share_interpreter()
         # Unique per process: the guardian must not end a successor of the same name as part of this
         # process's family.
