@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,9 +146,28 @@ class Limited:
         """Put an object and run a task; returns the ids."""
         import ray
 
-        task = ray.remote(num_cpus=0)(os.getpid).remote()
+        task = ray.remote(num_cpus=0)(lambda: os.getpid()).remote()
         assert ray.get(task) != os.getpid()
         return [ray.put(1).hex(), task.hex()]
+
+    def cancels(self, path: str) -> str:
+        """Cancel a running task of Ray; returns the name of its error."""
+        import ray
+
+        def spin() -> None:
+            Path(path).touch()
+            while path:
+                pass
+
+        task = ray.remote(num_cpus=0)(spin).remote()
+        while not os.path.exists(path):
+            time.sleep(0.005)
+        ray.cancel(task)
+        try:
+            ray.get(task)
+        except Exception as error:  # noqa: BLE001 - its type is the result
+            return type(error).__name__
+        return ""
 
 
 @pytest.fixture(scope="module")
@@ -230,3 +250,12 @@ def test_engines_use_ray_by_their_own_ids(
         pytest.skip("needs a Ray cluster")
     names = [name for id_ in workers for name in scheduler.call_engine(id_, "ray_names")]
     assert len(set(names)) == 4
+
+
+def test_engines_cancel_their_ray_tasks(
+    backend: str, call: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A task of Ray that an engine starts can be interrupted."""
+    if backend != "ray":
+        pytest.skip("needs a Ray cluster")
+    assert call("cancels", None, str(tmp_path / "running")) == "TaskCancelledError"

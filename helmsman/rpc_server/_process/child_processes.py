@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
+from pickle import Pickler
 from types import FunctionType
 from typing import Any
 
@@ -51,10 +52,10 @@ def prepare_for_children() -> None:
 
 def _pickle_main_by_value() -> None:
     """Let multiprocessing send what a script defines, which no worker can import."""
-    ForkingPickler.reducer_override = _reduced  # type: ignore[attr-defined]
+    ForkingPickler.reducer_override = _reduced  # type: ignore[method-assign]
 
 
-def _reduced(_: ForkingPickler, value: Any) -> Any:
+def _reduced(_: Pickler, value: object) -> Any:
     if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
         return _load, (cloudpickle.dumps(value),)
     return NotImplemented

@@ -6,7 +6,7 @@ Ray's worker program keeps the main thread in its own loop. ``run_beside`` runs 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import ctypes
 import os
 import queue
 import signal
@@ -35,15 +35,25 @@ def runs_on_main_thread(work: Callable[[], None]) -> bool:
 def run_beside(program: Callable[[], object]) -> None:
     """Run a program on another thread until it ends the process; this main thread becomes free.
 
-    SIGTERM ends the process.
+    SIGTERM ends the process. SIGINT interrupts the work of the main thread, or else the program.
     """
     global _work
-    _work = queue.SimpleQueue()
+    _work = given = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, _terminated)
-    threading.Thread(target=_run, args=(program,), name="program", daemon=True).start()
+    thread = threading.Thread(target=_run, args=(program,), name="program", daemon=True)
+    thread.start()
+    work: Callable[[], None] | None = None
     while True:
-        with contextlib.suppress(queue.Empty):
-            _work.get(timeout=_WAKE_S)()
+        try:
+            work = work or given.get(timeout=_WAKE_S)
+            work()
+        except queue.Empty:
+            continue
+        except KeyboardInterrupt:  # work between two calls continues
+            if work is None:  # Ray cancels a task by it, here one that an engine has started
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+                )
 
 
 def _run(program: Callable[[], object]) -> None:

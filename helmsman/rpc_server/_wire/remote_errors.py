@@ -22,9 +22,9 @@ _OFF_MAIN = "signal only works in main thread"
 """Python's own error of signal.signal."""
 _USE_MAIN = (
     "Helmsman runs def methods and def rewards in the main thread of workers that LocalScheduler "
-    "or RayScheduler(address='local') forks. It does not for async def, on inline, or where Ray itself "
-    "starts the worker, because Ray's loop keeps that thread. Limit the time there in a child "
-    "process, by multiprocessing or subprocess."
+    "or RayScheduler(address='local') forks. It does not for async def, on inline, or where Ray "
+    "itself starts the worker, because Ray's loop keeps that thread. Limit the time there in a "
+    "child process, by multiprocessing or subprocess."
 )
 _MAX_LINE_CHARS = 8_000
 """Longest frame or message in a traceback, so that the frames before it are kept."""
