@@ -128,15 +128,14 @@ class EngineThread:
         """Wait for work.
 
         The wait of the main thread is cut into parts: a signal that arrives just before it, or at
-        another thread, does not interrupt it, and would be handled at the next call only. SIGINT is
-        ignored here: a call that set a timer by it may have ended just before.
+        another thread, does not interrupt it, and would be handled at the next call only.
         """
         if self.thread is not threading.main_thread():
             return self._queue.get()
         while True:
             try:
                 return self._queue.get(timeout=_SIGNALS_EVERY_S)
-            except (queue.Empty, KeyboardInterrupt):
+            except queue.Empty:
                 continue
 
     def submit(

@@ -13,6 +13,8 @@ from typing import Any
 
 import cloudpickle
 
+from helmsman.rpc_server._process.main_thread import interrupt_engine
+
 _SIGTERM = frozenset({signal.SIGTERM})
 
 
@@ -26,9 +28,9 @@ class _Masks(threading.local):
 def prepare_for_children() -> None:
     """Let processes that engine code starts from now on behave as those of a script.
 
-    Forked ones end at SIGTERM: this process's present handler is not inherited, while handlers that
-    engine code installs are. Spawned ones do not run this process's program. All can use functions
-    and classes that the user's script defines.
+    Forked ones end at SIGTERM and SIGINT: the handlers that this process has now are not inherited,
+    while those that engine code installs are. Spawned ones do not run this process's program. All
+    can use functions and classes that the user's script defines.
     """
     own, masks = signal.getsignal(signal.SIGTERM), _Masks()
 
@@ -41,6 +43,8 @@ def prepare_for_children() -> None:
     def reset() -> None:
         if signal.getsignal(signal.SIGTERM) is own:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is interrupt_engine:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         restore()
 
     # Python discards a signal that a child receives before its first bytecode, so it is blocked.

@@ -14,11 +14,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from types import FrameType
 
 OFFER_VARIABLE = "HELMSMAN_FREE_MAIN_THREAD"
 """Variable of a forked worker whose main thread is to be free; other workers of Ray keep theirs for
 tasks and actors of the script.
 """
+ENGINE_CODE = "_run_engine_code"
+"""Name of the function that runs all engine code of the main thread."""
 _WAKE_S = 1.0
 """Longest time in seconds until an idle main thread handles a signal that another one received."""
 _work: queue.SimpleQueue[Callable[[], None]] | None = None
@@ -35,25 +38,33 @@ def runs_on_main_thread(work: Callable[[], None]) -> bool:
 def run_beside(program: Callable[[], object]) -> None:
     """Run a program on another thread until it ends the process; this main thread becomes free.
 
-    SIGTERM ends the process. SIGINT interrupts the work of the main thread, or else the program.
+    SIGTERM ends the process. SIGINT interrupts the program until the main thread gets work.
     """
     global _work
-    _work = given = queue.SimpleQueue()
+    _work = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, _terminated)
     thread = threading.Thread(target=_run, args=(program,), name="program", daemon=True)
     thread.start()
-    work: Callable[[], None] | None = None
     while True:
         try:
-            work = work or given.get(timeout=_WAKE_S)
-            work()
+            work = _work.get(timeout=_WAKE_S)
         except queue.Empty:
             continue
-        except KeyboardInterrupt:  # work between two calls continues
-            if work is None:  # Ray cancels a task by it, here one that an engine has started
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-                )
+        except KeyboardInterrupt:  # Ray cancels a task by it, here one that an engine has started
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+            )
+            continue
+        signal.signal(signal.SIGINT, interrupt_engine)
+        work()
+
+
+def interrupt_engine(_: int, frame: FrameType | None) -> None:
+    """Handle SIGINT: interrupt engine code; ignore it between calls, where a call would be lost."""
+    while frame is not None:
+        if frame.f_code.co_name == ENGINE_CODE:
+            raise KeyboardInterrupt
+        frame = frame.f_back
 
 
 def _run(program: Callable[[], object]) -> None:

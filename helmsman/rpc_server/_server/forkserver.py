@@ -37,6 +37,7 @@ from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.child_processes import prepare_for_children
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD
 from helmsman.rpc_server._process.environment import extend_search_path, preload, redirect_output
+from helmsman.rpc_server._process.main_thread import interrupt_engine
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log, remove_tree
 from helmsman.rpc_server._process.stack_dump import offer_stacks
@@ -240,7 +241,7 @@ def _become_worker(
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, interrupt_engine)
         for fd in inherited:
             os.close(fd)
         os.setsid()
