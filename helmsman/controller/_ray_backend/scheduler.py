@@ -48,6 +48,8 @@ from helmsman.controller._transport.base import TransportLostError
 from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._process.environment import absolute_search_path
+from helmsman.rpc_server._process.main_thread import OFFER_VARIABLE
+from helmsman.rpc_server._ray_forks.install import are_workers_forked
 from helmsman.rpc_server._wire.tls import uses_tls
 
 with importing_ray("RayScheduler"):
@@ -280,6 +282,9 @@ class RayBackend(Backend):
                 "num_gpus": 0,
                 "scheduling_strategy": placement.on_node(place.node_id),
             }
+        if are_workers_forked():
+            # Engine code may use SIGALRM, which needs the main thread.
+            options["runtime_env"] = {"env_vars": {OFFER_VARIABLE: "1"}}
         return _ACTOR_CLASS.options(
             name=f"{job.role}/{secrets.token_hex(4)}",
             namespace=f"helmsman-{self.run.id}",

@@ -36,6 +36,7 @@ from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 from helmsman.rpc_server._process.environment import preload
+from helmsman.rpc_server._process.main_thread import OFFER_VARIABLE, run_beside
 from helmsman.rpc_server._ray_forks.client import FORKED, GREETING
 from helmsman.rpc_server._ray_forks.ray_patches import (
     draws_class_ids_from_system,
@@ -324,6 +325,8 @@ def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
 def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]) -> None:
     """Run Ray's compiled worker program in this process, a fork in which nothing else runs.
 
+    With OFFER_VARIABLE its main thread remains free for engine calls.
+
     Args:
         order: The worker.
         program: The compiled program.
@@ -353,11 +356,20 @@ def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]
     main = ModuleType("__main__")
     main.__file__ = order.script
     sys.modules["__main__"] = main
-    exec(program, main.__dict__)
+    if os.environ.pop(OFFER_VARIABLE, None) is None:
+        exec(program, main.__dict__)
+    else:
+        # Only the main thread can set it; run_beside's handler ends the process, as Ray's does.
+        utils.set_sigterm_handler = lambda _: None
+        run_beside(lambda: exec(program, main.__dict__))
 
 
 def _take_after(client: int) -> None:
-    """Adopt the client's limits, signal mask, SIGHUP disposition and OOM score."""
+    """Adopt the client's limits, signal mask, SIGHUP disposition and OOM score.
+
+    SIGINT is not masked: the mask protects an embedded Ray from the terminal's, which does not
+    reach the worker's own process group, and children of engines would inherit it.
+    """
     for name in dir(resource):
         if name.startswith("RLIMIT_"):
             kind = getattr(resource, name)
@@ -370,7 +382,7 @@ def _take_after(client: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     signal.pthread_sigmask(
         signal.SIG_SETMASK,
-        [number for number in signal.valid_signals() if mask >> (number - 1) & 1],
+        [number for number in signal.valid_signals() - {signal.SIGINT} if mask >> (number - 1) & 1],
     )
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(

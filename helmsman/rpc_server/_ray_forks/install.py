@@ -162,6 +162,11 @@ def forked_workers(
     return forks.serving_the_raylet()
 
 
+def are_workers_forked() -> bool:
+    """Return whether this process's embedded Ray forks its workers."""
+    return bool(_running)
+
+
 def end_forks() -> None:
     while _running:
         _running.pop().stop()

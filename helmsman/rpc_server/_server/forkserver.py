@@ -34,8 +34,10 @@ from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.journal import write_to_stderr
 from helmsman.rpc_server._host.threads import share_interpreter
 from helmsman.rpc_server._process import guardian
+from helmsman.rpc_server._process.child_processes import prepare_for_children
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD
 from helmsman.rpc_server._process.environment import extend_search_path, preload, redirect_output
+from helmsman.rpc_server._process.main_thread import interrupt_engine
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log, remove_tree
 from helmsman.rpc_server._process.stack_dump import offer_stacks
@@ -237,8 +239,9 @@ def _become_worker(
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, interrupt_engine)
         for fd in inherited:
             os.close(fd)
         os.setsid()
@@ -303,13 +306,10 @@ def _take_notice(host: EngineHost) -> None:
     The worker reports the notice in its health, so that its work can move elsewhere. It ends
     ``NOTICE_S`` seconds later, or at a second SIGTERM. Helmsman itself ends workers by SIGKILL.
     """
-    worker, code = os.getpid(), 128 + signal.SIGTERM
+    code = 128 + signal.SIGTERM
 
     def told(*_: Any) -> None:
-        if os.getpid() != worker:  # a child forked by an engine, which ends as usual
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif host.ends_at is not None:
+        if host.ends_at is not None:
             os._exit(code)
         else:
             last = threading.Timer(NOTICE_S, os._exit, (code,))
@@ -321,6 +321,7 @@ def _take_notice(host: EngineHost) -> None:
             host.ends_at = time.monotonic() + NOTICE_S
 
     signal.signal(signal.SIGTERM, told)
+    prepare_for_children()
 
 
 def main(watcher: int, argv: list[str]) -> None:

@@ -22,7 +22,9 @@ from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.journal import write_to_stderr
 from helmsman.rpc_server._host.threads import share_interpreter
 from helmsman.rpc_server._process import guardian
+from helmsman.rpc_server._process.child_processes import prepare_for_children
 from helmsman.rpc_server._process.environment import extend_search_path, redirect_output
+from helmsman.rpc_server._process.main_thread import runs_on_main_thread
 from helmsman.rpc_server._process.oom import OomCount, oom_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log
@@ -224,6 +226,7 @@ class RayRPCServer:
         # Only the crashed thread: the stacks of all threads would fill the log's tail.
         faulthandler.enable(all_threads=False)
         offer_stacks()
+        prepare_for_children()
         share_interpreter()
         # Unique per process: the guardian must not end a successor of the same name as part of this
         # process's family.
@@ -237,7 +240,8 @@ class RayRPCServer:
         self._host = EngineHost(
             identity, self._store, pulse=self._pulse, title_end=title_end, nodes=RayNodes()
         )
-        self._host.engine_thread.start("engine")
+        if not runs_on_main_thread(self._host.engine_thread.run):
+            self._host.engine_thread.start("engine")
         return log_start
 
     @_control

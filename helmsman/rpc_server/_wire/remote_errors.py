@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import traceback
 from typing import Any
 
@@ -17,6 +18,14 @@ MAX_TEXT_CHARS = 64 * 1024
 MAX_PICKLE_BYTES = 64 * 1024
 """Largest pickled exception; of a larger one only type, message and traceback are sent."""
 _MAX_TRACEBACK_CHARS = 20_000
+_OFF_MAIN = "signal only works in main thread"
+"""Python's own error of signal.signal."""
+_USE_MAIN = (
+    "Helmsman runs def methods and def rewards in the main thread of workers that LocalScheduler "
+    "or RayScheduler(address='local') forks. It does not for async def, on inline, or where Ray "
+    "itself starts the worker, because Ray's loop keeps that thread. Limit the time there in a "
+    "child process, by multiprocessing or subprocess."
+)
 _MAX_LINE_CHARS = 8_000
 """Longest frame or message in a traceback, so that the frames before it are kept."""
 
@@ -25,12 +34,15 @@ def remote_error(
     identity: WorkerIdentity, request: Request, error: BaseException
 ) -> errors.HelmsmanError:
     """Convert an engine's exception. The original is included if it can be pickled."""
+    message = _text(error)
+    if _OFF_MAIN in message and threading.current_thread() is not threading.main_thread():
+        message = f"{message}. {_USE_MAIN}"
     fields: dict[str, Any] = {
         "worker_id": identity.worker_id,
         "engine_name": request.engine_name,
         "method": request.method or request.verb.value,
         "remote_type": _type_name(error),
-        "remote_message": _text(error),
+        "remote_message": message,
         "remote_traceback": traceback_text(error),
         "node": identity.node,
         "log_path": identity.log_path,
