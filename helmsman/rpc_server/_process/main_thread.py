@@ -43,6 +43,8 @@ def run_beside(program: Callable[[], object]) -> None:
     global _work
     _work = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, _terminated)
+    # An embedded Ray blocks it because of the terminal; children of engines would inherit this.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     thread = threading.Thread(target=_run, args=(program,), name="program", daemon=True)
     thread.start()
     while True:

@@ -365,11 +365,7 @@ def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]
 
 
 def _take_after(client: int) -> None:
-    """Adopt the client's limits, signal mask, SIGHUP disposition and OOM score.
-
-    SIGINT is not masked: the mask protects an embedded Ray from the terminal's, which does not
-    reach the worker's own process group, and children of engines would inherit it.
-    """
+    """Adopt the client's limits, signal mask, SIGHUP disposition and OOM score."""
     for name in dir(resource):
         if name.startswith("RLIMIT_"):
             kind = getattr(resource, name)
@@ -382,7 +378,7 @@ def _take_after(client: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     signal.pthread_sigmask(
         signal.SIG_SETMASK,
-        [number for number in signal.valid_signals() - {signal.SIGINT} if mask >> (number - 1) & 1],
+        [number for number in signal.valid_signals() if mask >> (number - 1) & 1],
     )
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(
