@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from helmsman.recipes.messages import Chat, Messages
@@ -43,20 +43,22 @@ def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
     return {**call, "arguments": arguments}
 
 
-def _others(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each part that a template has to render, and the message with another in its place."""
-    if message["content"].strip():
-        yield ".content", {**message, "content": _WORD}
-    calls = message.get("tool_calls", [])
-    for at, call in enumerate(calls):
-        other = [*calls[:at], _with_arguments(call, _CALL), *calls[at + 1 :]]
-        yield f".tool_calls[{at}]", {**message, "tool_calls": other}
+def _parts(message: dict[str, Any]) -> list[str]:
+    """Return the names of the parts that a template has to render."""
+    calls = [f".tool_calls[{at}]" for at in range(len(message.get("tool_calls", ())))]
+    return [".content", *calls] if message["content"].strip() else calls
 
 
-def _kind(message: dict[str, Any]) -> tuple[Any, ...]:
-    """Return all of a message that decides whether a template renders it, but for texts."""
-    num_calls = len(message.get("tool_calls", ()))
-    return message["role"], num_calls, *(key for key, value in message.items() if value)
+def _with_words(message: dict[str, Any], words: dict[str, str]) -> dict[str, Any]:
+    """Return a message with words in place of some of its parts, by their names."""
+    made = {**message, "content": words.get(".content", message["content"])}
+    if "tool_calls" in message:
+        found = [(f".tool_calls[{at}]", call) for at, call in enumerate(message["tool_calls"])]
+        made["tool_calls"] = [
+            _with_arguments(call, {words[name]: 1}) if name in words else call
+            for name, call in found
+        ]
+    return made
 
 
 def _left_out(field: str) -> RowError:
@@ -78,8 +80,6 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, data: Data, stops: Collection[int]) -> None:
         self._tokenizer, self._variables = tokenizer, dict(data.template_args)
         self._system: str | None = None
-        self._rendered: set[Any] = set()
-        """Kinds of contents and calls that the template has rendered."""
         self._roles: dict[str, str] = {}
         self.is_given = bool(tokenizer.chat_template)
         """Whether the tokenizer has a template; chats become paragraphs otherwise."""
@@ -176,8 +176,8 @@ class ChatTemplate:
     def require_all(self, chat: Chat, text: str, **how: Any) -> None:
         """Check that a text has all contents, tool calls and tools of its chat.
 
-        It has one if another in its place would change the text. This is tried once for each kind
-        of message, by its keys, its neighbours and the variables.
+        It has one if a word in its place is rendered, beside words in all other places, or would
+        at least change the text.
 
         Args:
             chat: The chat.
@@ -192,19 +192,19 @@ class ChatTemplate:
             if self._try(without, **how) == text:
                 raise _left_out("'tools'")
         messages = self._whole(chat)
-        given = tuple(key for key, value in (chat.variables | how).items() if value)
-        kinds = [(), *map(_kind, messages), ()]
         first = len(messages) - len(chat.messages)
+        words = [
+            {name: f"{_WORD}x{at}x{number}q" for number, name in enumerate(_parts(message))}
+            for at, message in enumerate(messages)
+        ]
+        seen = self._try(chat.of(list(map(_with_words, messages, words))), **how)
         for at, message in enumerate(messages):
-            for name, other in _others(message):
-                kind = (name, given, *kinds[at : at + 3])
-                if kind in self._rendered:
-                    continue
+            for name in (name for name, word in words[at].items() if word not in seen):
+                other = _with_words(message, {name: words[at][name]})
                 changed = chat.of([*messages[:at], other, *messages[at + 1 :]])
                 if self._try(changed, **how) == text:
                     field = f"{chat.field}[{at - first}]{name}"
                     raise _left_out(field if at >= first else "data.system_prompt")
-                self._rendered.add(kind)
 
     def _try(self, chat: Chat, **how: Any) -> str:
         with contextlib.suppress(RowError):
