@@ -17,6 +17,8 @@ _WORD, _CALL = "Zq7", {"Zq7": 1}
 _TOOL = {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message with text that comes before its content."""
+_WORDS = re.compile(r"\w+|[^\w\s<>/|]")
+"""Words and signs of a text, but not those of tags, which templates may write otherwise."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PARAGRAPHS = (
     "{{ start }}{% for m in messages %}{{ '\n\n' if not loop.first }}{{ m.role | capitalize }}:"
@@ -87,9 +89,11 @@ class ChatTemplate:
             has_start = tokenizer.encode("a")[0] == tokenizer.bos_token_id
             start = tokenizer.bos_token if has_start else ""
             self._variables |= {"chat_template": _PARAGRAPHS, "start": start}
-        self._has_parts, self._takes, self.end = False, {str, dict}, ""
-        text = self._try(_chat("user", _WORD))
-        self._has_parts = bool(text) and _WORD not in text
+        self._has_parts, self._takes, self.end = set[bool](), {str, dict}, ""
+        for role in ("user", "assistant"):
+            text = self._try(_chat(role, _WORD))
+            if _WORD not in text and (text or self._has_parts):
+                self._has_parts.add(role == "assistant")
         has_developer = _WORD in self._try(_chat("developer", _WORD))
         self._roles = {} if has_developer else {"developer": "system"}
         self._takes = {
@@ -160,8 +164,8 @@ class ChatTemplate:
         parts = dict.fromkeys(last[key] for key in (*_REASONING, "content") if key in last)
         given = "\n".join(part for part in parts if isinstance(part, str)).strip()
         turn = self.cue + text[shared:]
-        words = iter(re.findall(r"\w+", turn))
-        if given not in turn and not all(word in words for word in re.findall(r"\w+", given)):
+        words = iter(_WORDS.findall(turn))
+        if given not in turn and not all(word in words for word in _WORDS.findall(given)):
             raise _left_out(f"a part of {chat.field}[{len(before.messages)}]")
         return begin, text
 
@@ -235,7 +239,7 @@ class ChatTemplate:
         if role == "assistant" and self.end and content.rstrip().endswith(self.end):
             content = content.rstrip().removesuffix(self.end)  # the template writes it
         made = {**message, "role": self._roles.get(role, role), "content": content}
-        if self._has_parts:
+        if (role == "assistant") in self._has_parts:
             made["content"] = [{"type": "text", "text": content}]
         if "tool_calls" in message:
             made["tool_calls"] = [self._form_of_call(each) for each in message["tool_calls"]]
