@@ -52,7 +52,7 @@ def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
         elif "text" in given:
             if not isinstance(given["text"], str) or not given["text"]:
                 raise unlike("'text'", given["text"], "a text")
-            samples = [tokenizer.continuation("", given["text"])]
+            samples = [tokenizer.continuation("", given["text"], {})]
         else:
             raise RowError(
                 f"the row has {', '.join(map(repr, given)) or 'no values'}, expected 'input_ids', "
@@ -90,10 +90,11 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
                 raise unlike(
                     repr(data.prompt_key), None, "a prompt, or the same beginning of both answers"
                 )
+        variables = variables_of(entry)
         if is_shared and are_texts:
-            samples = [tokenizer.continuation(prompt, each) for each in pair]
+            samples = [tokenizer.continuation(prompt, each, variables) for each in pair]
         else:
-            answers, variables = zip(map(repr, _PAIR), pair, strict=True), variables_of(entry)
+            answers = zip(map(repr, _PAIR), pair, strict=True)
             made = [tokenizer.answer(prompt, *each, variables) for each in answers]
             samples = [sample for each in made for sample in each]
         if len(samples) != len(_PAIR):
@@ -120,6 +121,7 @@ def _tokenized(entry: dict[str, Any], tokenizer: ChatTokenizer) -> Sample:
         raise unlike("'input_ids'", ids, "token ids")
     mask = [1] * len(tokenizer.known(ids, "'input_ids'"))
     alone = {"position_ids": list(range(len(ids))), "seq_lengths": [len(ids)]}
+    alone["cu_seqlens"] = [0, len(ids)]
     for name, given in entry.items():
         if name.endswith(("_mask", "_masks")) and name not in _MASKS:
             raise unlike(repr(name), given, f"a mask with one of the names {', '.join(_MASKS)}")

@@ -32,7 +32,8 @@ _UNREAD = {
     "documents": "them in a message, or in 'chat_template_kwargs'",
 }
 """Keys of rows and messages that would change the tokens, and are not read."""
-_SYSTEM, _BESIDE = ("system", "system_prompt"), ("instruction", "input")
+_SYSTEM = ("system", "system_prompt", "system_message")
+_BESIDE = ("instruction", "input", "context")
 """Columns with the text of a system message, and columns that belong into a prompt."""
 _STORED = re.compile(
     r"""\s*(array\()?\[?\s*\{(?=.*['"](role|from)['"]\s*:)(?=.*['"](content|value)['"]\s*:)"""
@@ -115,6 +116,9 @@ def messages_of(value: Any, field: str, role: str = "") -> Messages:
 def _message(given: Mapping[str, Any], at: str) -> dict[str, Any]:
     """Return a message with the keys and roles that chat templates know."""
     message = {_KEYS.get(key, key): each for key, each in given.items() if each not in (None, [])}
+    for key, other in _KEYS.items():
+        if None not in (given.get(key), given.get(other)) and given[key] != given[other]:
+            raise unlike(f"{at}.{key}", given[key], f"none beside {other!r}")
     _require_read(message, f"{at}.")
     if isinstance(role := message.get("role"), str):
         role = role.lower()
@@ -215,3 +219,15 @@ def variables_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(variables, dict) or "add_generation_prompt" in variables:
         raise unlike("'chat_template_kwargs'", variables, "variables of the chat template")
     return {"tools": tools and _functions(tools), **variables}
+
+
+def require_named(variables: Mapping[str, Any], text: str) -> None:
+    """Check that a text around which no template is put names the functions of its row.
+
+    Raises:
+        RowError: It names not all of them.
+    """
+    for tool in variables.get("tools") or ():
+        name = tool.get("function", tool).get("name") if isinstance(tool, dict) else tool.__name__
+        if str(name) not in text:
+            raise unlike("'tools'", name, "a chat, or a prompt that has this function")

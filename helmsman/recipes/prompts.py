@@ -15,7 +15,15 @@ from typing import Any
 
 import msgspec
 
-from helmsman.recipes.messages import Chat, is_token_ids, messages_of, variables_of, with_columns
+from helmsman.recipes.messages import (
+    Chat,
+    Messages,
+    is_token_ids,
+    messages_of,
+    require_named,
+    variables_of,
+    with_columns,
+)
 from helmsman.recipes.rows import RowError, read_rows, unlike
 from helmsman.recipes.settings import Data
 from helmsman.recipes.templates import ChatTemplate
@@ -105,10 +113,13 @@ class ChatTokenizer(FolderTokenizer):
             RowError: The prompt has another form, or the template refuses it.
         """
         if is_token_ids(prompt):
-            return str(self.tokenizer.decode(self.known(prompt, self._field))), prompt
-        if (text := self._written(prompt)) is not None:
-            return text, self._template.ids(text, is_whole=True)
-        messages = messages_of(prompt, self._field, "user")
+            text = str(self.tokenizer.decode(self.known(prompt, self._field)))
+            require_named(variables or {}, text)
+            return text, prompt
+        if (written := self._written(prompt)) is not None:
+            require_named(variables or {}, written)
+            return written, self._template.ids(written, is_whole=True)
+        messages = self._asked(prompt)
         chat = Chat(messages, variables or {}, self._field)
         is_begun = messages[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
@@ -131,21 +142,22 @@ class ChatTokenizer(FolderTokenizer):
             RowError: Prompt or answer has another form, or the template refuses them.
         """
         if isinstance(answer, str) and is_token_ids(prompt):
-            begin = self.known(prompt, self._field)
+            _, begin = self.encode(prompt, variables)
             after = [*self._template.ids(answer), *([] if self.end_id is None else [self.end_id])]
             mask = [0] * len(begin) + [1] * len(after)
             return [{"input_ids": begin + after, "loss_mask": mask}]
         if isinstance(answer, str) and (text := self._written(prompt)) is not None:
-            return [self.continuation(text, answer)]
-        before = messages_of(prompt, self._field, "user")
+            return [self.continuation(text, answer, variables)]
+        before = self._asked(prompt)
         turns = messages_of(answer, field, "assistant")
         turns = turns[len(before) :] if turns[: len(before)] == before else turns
         if not turns or turns[0]["role"] != "assistant":
             raise unlike(field, answer, "the assistant's answer")
         return self.turns(Chat(before + turns, variables, f"{self._field} + {field}"), len(before))
 
-    def continuation(self, text: str, answer: str) -> Sample:
+    def continuation(self, text: str, answer: str, variables: dict[str, Any]) -> Sample:
         """Return a sample that trains on the continuation of a text, without a template."""
+        require_named(variables, text)
         eos, whole = self.tokenizer.eos_token, text + answer
         end = (self._template.end or eos) if self._is_begun(text) else eos
         whole += "" if whole.rstrip().endswith((end, eos)) else end
@@ -216,6 +228,17 @@ class ChatTokenizer(FolderTokenizer):
         if not self._template.is_given:
             return prompt if self._system is None else f"{self._system}\n\n{prompt}"
         return prompt if self._is_begun(prompt) else None
+
+    def _asked(self, prompt: Any) -> Messages:
+        """Return the messages of a prompt, around which no template was put."""
+        messages = messages_of(prompt, self._field, "user")
+        last = messages[-1]
+        if last["role"] == "user" and self._template.is_given and self._is_begun(last["content"]):
+            field = f"the end of {self._field}"
+            raise unlike(
+                field, last["content"][-80:], "none that begins an answer: the template does"
+            )
+        return messages
 
     def _is_begun(self, text: str) -> bool:
         """Whether a text ends as the template begins an answer."""
