@@ -61,7 +61,7 @@ class Parent:
         return {ended() for _ in range(times)}
 
     def terminates_in_thread(self, times: int) -> set[int | None]:
-        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:  # Process is not thread-safe
             return set(threads.map(lambda _: ended(), range(times)))
 
     def terminates_grandchild(self) -> int | None:
