@@ -106,11 +106,11 @@ def test_command_ready_time(scheduler: Scheduler, role: str) -> None:
 def test_command_never_ready(make_own: Callable[..., Scheduler], role: str) -> None:
     spec = SchedulingSpec(cmd="http.server 0 --bind 127.0.0.1", cmd_ready=f"{__name__}.never")
     with (
-        make_own(timeouts=Timeouts(create_engine_s=1.0)) as scheduler,
+        make_own(timeouts=Timeouts(create_engine_s=4.0)) as scheduler,
         pytest.raises(errors.EngineCreationError) as caught,
     ):
         scheduler.create_workers(Job(role=role, tasks=[spec]))
-    assert "was not ready within 0.9 s; it counts as ready when" in str(caught.value)
+    assert "was not ready within 3.6 s; it counts as ready when" in str(caught.value)
     assert "Set SchedulingSpec.cmd_ready, or raise Timeouts.create_engine_s" in str(caught.value)
 
 
