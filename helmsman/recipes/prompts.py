@@ -272,7 +272,7 @@ def _limits(folder: str) -> tuple[int, int]:
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    except Exception:  # noqa: BLE001 - without a model, or one that the engines refuse
+    except (OSError, ValueError):  # without a model, or of one that the engines refuse by name
         return sys.maxsize, sys.maxsize
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     rope = getattr(config, "rope_parameters", None) or {}

@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.cases.inputs import ANSWER, USER, call, load, texts, tokenizer_folder
+from tests.cases.inputs import ANSWER, USER, call, load, texts
 
 NAN = float("nan")
 
 
 def says(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokenizer_folder(tmp_path_factory.mktemp("case"))
 
 
 @pytest.mark.parametrize(

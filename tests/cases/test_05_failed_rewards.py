@@ -6,7 +6,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -18,10 +18,12 @@ import pytest
 import torch
 
 from helmsman.api.plain import finite
-from helmsman.recipes import GRPO, PPO, RunSummary, make_model
+from helmsman.recipes import GRPO, PPO, RunSummary
 from helmsman.recipes.failures import RewardFailedError
 from helmsman.recipes.rewards import GIVEN, make_caller
 from helmsman.recipes.settings import Reward
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROWS = [{"prompt": f"{number}=", "number": number} for number in range(10)]
 NAN = float("nan")
@@ -57,19 +59,6 @@ def raises_for_three(completions: list[str], number: list[int]) -> list[float]:
 
 
 Train = Callable[..., tuple[RunSummary, list[dict[str, Any]]]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("given") / "model", num_layers=1, width=32))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 
-from tests.cases.inputs import ANSWER, USER, load, tokenizer_folder
+from tests.cases.inputs import ANSWER, USER, load
 
 NAN = float("nan")
 
@@ -18,11 +18,6 @@ def array(*items: Any) -> Any:
     made = numpy.empty(len(items), dtype=object)
     made[:] = items
     return made
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokenizer_folder(tmp_path_factory.mktemp("case"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from tests.cases.inputs import load, tokenizer_folder
+from tests.cases.inputs import load
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}]
 
@@ -40,11 +40,6 @@ class Indexed:
 
     def __len__(self) -> int:
         return len(ROWS)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokenizer_folder(tmp_path_factory.mktemp("case"))
 
 
 @pytest.fixture

@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.cases.inputs import load, tokenizer_folder
+from tests.cases.inputs import load
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}]
 LINE = json.dumps(ROWS[0])
 HAS_DATASETS = importlib.util.find_spec("datasets") is not None
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokenizer_folder(tmp_path_factory.mktemp("case"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -23,24 +22,13 @@ from helmsman import (
     make_scheduler,
 )
 from helmsman.errors import GroupCallError, HelmsmanError, InvalidSpecError
-from helmsman.recipes import DPO, GRPO, PPO, make_model
+from helmsman.recipes import DPO, GRPO, PPO
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TRAINER = "helmsman.engines.train.FSDPTrainEngine"
 SAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [9, 8, 7, 6]}]
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("given") / "model", num_layers=1, width=32))
 
 
 @pytest.fixture
