@@ -55,7 +55,7 @@ def listen_on_all(port: int) -> socket.socket:
 
 
 def is_all(address: str) -> bool:
-    """Whether an address stands for all addresses of a node, such as 0.0.0.0."""
+    """Return whether an address stands for all addresses of a node, such as 0.0.0.0."""
     try:
         return ipaddress.ip_address(_unmapped(address)).is_unspecified
     except ValueError:

@@ -64,7 +64,7 @@ class Registry:
         return session if session is not None and session_id in (None, session.id) else None
 
     def opens_sessions(self, key: str) -> bool:
-        """Whether a key is the gateway's."""
+        """Return whether a key is the gateway's."""
         return hmac.compare_digest(_digest(key), _digest(self.key))
 
     def open_outside(self, name: str | None, metadata: Mapping[str, Any], url: str) -> AgentSession:

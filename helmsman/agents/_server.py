@@ -202,7 +202,7 @@ class _Handlers:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number that fits into a float."""
+    """Return whether a value is a number that fits into a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 

@@ -46,7 +46,7 @@ class Rendered(NamedTuple):
         return cls(len(text), _digest(text), text[-40:])
 
     def is_prefix_of(self, text: str) -> bool:
-        """Whether a later rendering begins with this one."""
+        """Return whether a later rendering begins with this one."""
         return len(text) >= self.length and _digest(text[: self.length]) == self.digest
 
 

@@ -316,7 +316,7 @@ class CurrentPlatform:
             self._grant = grant
 
     def is_resolved(self) -> bool:
-        """Whether this process has resolved its platform; does not resolve it."""
+        """Return whether this process has resolved its platform; does not resolve it."""
         return self._info is not None
 
     @property

@@ -175,7 +175,7 @@ class GroupFuture(Generic[T_co]):
         return iter(self._parts)
 
     def done(self) -> bool:
-        """Whether all ranks have answered, or the call has failed."""
+        """Return whether all ranks have answered, or the call has failed."""
         return self._results.done()
 
     def result(self, timeout: float | None = None) -> T_co:

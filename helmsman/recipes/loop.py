@@ -156,7 +156,7 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def evaluation_is_due(self, step: int) -> bool:
-        """Whether a step ends with an evaluation."""
+        """Return whether a step ends with an evaluation."""
 
     def end_step(self) -> None:  # noqa: B027 - a hook, empty by default
         """Called at the end of each step, before its metrics are logged."""
@@ -166,7 +166,7 @@ class Loop(abc.ABC):
 
 
 def is_due(step: int, *, every: int, last: int, at_start: bool) -> bool:
-    """Whether periodic work is due at a step; it is always due at the last one.
+    """Return whether periodic work is due at a step; it is always due at the last one.
 
     Args:
         step: Number of the step; 0 is before training.

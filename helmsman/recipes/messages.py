@@ -77,7 +77,7 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 def is_token_ids(value: Any) -> bool:
-    """Whether a value is a list of token ids."""
+    """Return whether a value is a list of token ids."""
     is_list = isinstance(value, list) and bool(value)
     return is_list and all(type(each) is int and each >= 0 for each in value)
 

@@ -148,7 +148,7 @@ class OfflineLoop(Loop):
             return self.objective.judge(samples, self.trainer.forward(samples))
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Whether there are held-out rows and this step ends with an evaluation."""
+        """Return whether there are held-out rows and this step ends with an evaluation."""
         settings, has_rows = self.settings, bool(self.dataset.held_out)
         return has_rows and is_due(
             step, every=settings.evaluate_every, last=settings.steps, at_start=True

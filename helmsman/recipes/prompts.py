@@ -241,7 +241,7 @@ class ChatTokenizer(FolderTokenizer):
         return messages
 
     def _is_begun(self, text: str) -> bool:
-        """Whether a text ends as the template begins an answer."""
+        """Return whether a text ends as the template begins an answer."""
         return bool(self._template.cue) and text.rstrip().endswith(self._template.cue)
 
 

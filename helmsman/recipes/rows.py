@@ -112,12 +112,12 @@ def source_of(
 
 
 def _is_table(value: Any) -> bool:
-    """Whether a value is a table or a data set."""
+    """Return whether a value is a table or a data set."""
     return hasattr(type(value), "columns") or hasattr(type(value), "column_names")
 
 
 def _is_path(value: Any) -> bool:
-    """Whether an item names a file or folder, so that the others must do so, too."""
+    """Return whether an item names a file or folder, so that the others must do so, too."""
     if not isinstance(value, str):
         return isinstance(value, os.PathLike)
     is_file = value.lower().endswith(FORMATS + COMPRESSED) and value.split() == [value]
@@ -125,7 +125,7 @@ def _is_path(value: Any) -> bool:
 
 
 def _may_be_source(value: Any) -> bool:
-    """Whether an item names a source if all others do so, too."""
+    """Return whether an item names a source if all others do so, too."""
     if not isinstance(value, str):
         return False
     return bool(_SOURCE.fullmatch(value) or (glob.has_magic(value) and glob.glob(value)))

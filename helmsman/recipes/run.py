@@ -353,7 +353,7 @@ class Run(Loop):
         return Group(draw, [answer(*each) for each in outcomes])
 
     def _keep(self, episode: Any) -> bool:
-        """Whether a group is kept for training; called in the episodes' thread."""
+        """Return whether a group is kept for training; called in the episodes' thread."""
         group: Group = episode.value
         # The batch counts failed rewards, so it gets all groups that have some.
         has_failed = any(scored.failures for _, scored in group.judged)
@@ -384,7 +384,7 @@ class Run(Loop):
     # --- evaluation -------------------------------------------------------------------------------
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Whether there are held-out rows and this step ends with an evaluation."""
+        """Return whether there are held-out rows and this step ends with an evaluation."""
         found = self.settings.evaluation
         has_rows = bool(self.dataset.held_out)
         return has_rows and is_due(

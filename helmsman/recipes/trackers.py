@@ -139,7 +139,7 @@ def _progress_bar(num_steps: int) -> Any:
 
 
 def _is_share(name: str) -> bool:
-    """Whether a metric is a fraction from 0 to 1."""
+    """Return whether a metric is a fraction from 0 to 1."""
     return "accuracy" in name or name.startswith("pass@")
 
 

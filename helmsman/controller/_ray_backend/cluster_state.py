@@ -256,7 +256,7 @@ def loss_of_node(node_id: str) -> str | None:
 
 
 def is_held_by_run(prefix: str, snapshot: ClusterSnapshot, jobs: Sequence[Job]) -> bool:
-    """Whether groups named with ``prefix`` block the jobs even if others held nothing."""
+    """Return whether groups named with ``prefix`` block the jobs even if others held nothing."""
     held: dict[str, list[Resources]] = {}
     for group in group_rows():
         if group.name.startswith(f"{prefix}/") and group.state == "CREATED":

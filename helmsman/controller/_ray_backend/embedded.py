@@ -325,7 +325,7 @@ def has_started_its_cluster() -> bool:
 
 
 def is_own_node(node_id: str) -> bool:
-    """Whether this process, or ``helmsman up``, started the node's cluster for this run."""
+    """Return whether this process, or ``helmsman up``, started the node's cluster for this run."""
     if has_started_its_cluster():
         return True
     import ray

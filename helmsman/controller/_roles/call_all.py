@@ -237,7 +237,7 @@ def _distance_from_cause(error: Exception) -> int:
 
 
 def is_communication_error(error: EngineCallError) -> bool:
-    """Whether an engine's exception only reports that a peer has exited or is late."""
+    """Return whether an engine's exception only reports that a peer has exited or is late."""
     return error.remote_type.rpartition(".")[2] in _COMMUNICATION_TYPES or bool(
         _COMMUNICATION_TEXT.search(error.remote_message)
     )

@@ -188,7 +188,7 @@ def _has_class_named(name: str, value: Any) -> bool:
 
 
 def _is_collection(is_ordered: bool, may_be_text: bool, item_test: Test | None, value: Any) -> bool:
-    """Whether a value has a length or, if ``is_ordered``, items by index, like arrays."""
+    """Return whether a value has a length or, if ``is_ordered``, items by index, like arrays."""
     if isinstance(value, (str, bytes, bytearray)):
         return may_be_text and isinstance(value, str)
     if isinstance(value, Mapping) or not hasattr(

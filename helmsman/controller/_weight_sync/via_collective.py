@@ -125,7 +125,7 @@ class ViaCollective(WeightTransport):
 
 
 def _is_broken(error: Exception) -> bool:
-    """Whether a group member has died or is late, so that others may lack the weights."""
+    """Return whether a group member has died or is late, so that others may lack the weights."""
     return any(
         isinstance(each, WorkerFailedError)
         or (
@@ -141,5 +141,5 @@ def _is_broken(error: Exception) -> bool:
 
 
 def _would_recur(error: Exception | None) -> bool:
-    """Whether an instance's failure is its own, and so would recur in a second attempt."""
+    """Return whether an instance's failure is its own, and so would recur in a second attempt."""
     return isinstance(error, EngineCallError) and not _is_broken(error)

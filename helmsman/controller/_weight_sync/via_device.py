@@ -199,7 +199,7 @@ def _ranks_beside(trainers: Sequence[Worker], instances: Sequence[Worker]) -> di
 
 
 def _is_unable(error: Exception) -> bool:
-    """Whether an engine cannot share its device's memory."""
+    """Return whether an engine cannot share its device's memory."""
     return isinstance(error, MethodNotFoundError) or (
         isinstance(error, EngineCallError)
         and error.remote_type in ("DeviceSharingError", "NotImplementedError")

@@ -272,12 +272,12 @@ def _is_remote_batch(result: Any) -> bool:
 
 
 def is_joinable(value: Any) -> bool:
-    """Whether the value is of a kind that can be split and joined by rows."""
+    """Return whether the value is of a kind that can be split and joined by rows."""
     return isinstance(value, Batch) or bool(kind_of(value))
 
 
 def _has_rows(value: Any) -> bool:
-    """Whether a result is a sequence of rows, joinable or not."""
+    """Return whether a result is a sequence of rows, joinable or not."""
     if isinstance(value, (str, bytes, Mapping)) and not is_joinable(value):
         return False
     try:

@@ -87,7 +87,7 @@ class TensorPlan:
             output.weight = embeddings.weight
 
     def _has_one_input(self, name: str, module: nn.Module) -> bool:
-        """Whether a module's input goes only to several column-parallel matrices."""
+        """Return whether a module's input goes only to several column-parallel matrices."""
         children = [
             (f"{name}.{child}", inner)
             for child, inner in module.named_children()

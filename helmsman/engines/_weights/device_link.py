@@ -130,7 +130,7 @@ def connect_to(place: DeviceTarget, address: str, *, is_absent: bool = False) ->
 
 
 def _is_own(peer: socket.socket) -> bool:
-    """Whether the process at the other end is of this user."""
+    """Return whether the process at the other end is of this user."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     return bool(user == os.geteuid())

@@ -104,7 +104,7 @@ class WeightGroup:
             socket.close()
 
     def serves(self, place: DeviceTarget) -> bool:
-        """Whether receivers connect to this rank."""
+        """Return whether receivers connect to this rank."""
         socket = self._socket
         return socket is not None and any(
             receivers and address == socket.address

@@ -223,7 +223,7 @@ def _loads(
     drawn: Sequence[str],
     allowed: Sequence[str],
 ) -> bool:
-    """Whether transformers reads every tensor of the model from files with other names.
+    """Return whether transformers reads every tensor of the model from files with other names.
 
     Its own loader runs on tensors without storage. It knows older names, and the forms in which
     other versions save the experts of a layer.

@@ -23,7 +23,7 @@ class CallStates:
         """Ids of recent requests that were cancelled before they arrived, in case they still do."""
 
     def is_cancelled(self, request_id: object) -> bool:
-        """Whether a request that arrives now must not begin."""
+        """Return whether a request that arrives now must not begin."""
         return request_id in self._cancelled
 
     def cancel(self, request_id: object) -> CallState:

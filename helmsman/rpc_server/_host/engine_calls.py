@@ -67,7 +67,7 @@ def _set_rank_info(engine: Any, rank_info: RankInfo) -> None:
 
 
 def is_pending(result: Any) -> bool:
-    """Whether a method returned a future or another awaitable, in place of its value."""
+    """Return whether a method returned a future or another awaitable, in place of its value."""
     return isinstance(result, concurrent.futures.Future) or inspect.isawaitable(result)
 
 

@@ -62,7 +62,7 @@ class _Waiting:
         self._on_withdrawal[request_id] = on_withdrawal
 
     def begins(self, request_id: object) -> bool:
-        """Whether a call may begin; False if it was withdrawn. The caller holds the lock."""
+        """Return whether a call may begin; False if it was withdrawn. The caller holds the lock."""
         return self._on_withdrawal.pop(request_id, None) is not None
 
     def withdraw(self, request_id: object) -> bool:

@@ -171,7 +171,7 @@ def can_attach(location: SegmentLocation) -> bool:
 
 
 def can_reuse() -> bool:
-    """Whether this system can reuse segments; without reuse they are slower."""
+    """Return whether this system can reuse segments; without reuse they are slower."""
     with pack([b"helmsman"]) as segment:
         return segment._memory is not None and segment._memory.capacity > 0
 

@@ -34,7 +34,7 @@ class ServerTls(NamedTuple):
 
 
 def uses_tls(environ: Mapping[str, str]) -> bool:
-    """Whether connections between machines use TLS.
+    """Return whether connections between machines use TLS.
 
     Raises:
         ValueError: The variable is neither 0 nor 1.
