@@ -116,7 +116,8 @@ async def test_update_during_requests_recomputes(served: Served) -> None:
 
 
 def test_start_error_quotes_vllm(leases: PortLeases, tmp_path: Path) -> None:
-    engine = engine_of(leases, str(tmp_path), "--no-such-flag")
+    model = folder_of(model_of(LLAMA, seed=1), tmp_path)
+    engine = engine_of(leases, model, "--no-such-flag")
     with pytest.raises(ServerStartError, match="no-such-flag") as raised:
         engine.initialize()
     assert raised.value.exit_code == 2
