@@ -23,3 +23,13 @@ def ipv4_interfaces() -> dict[str, str]:
                 )
                 found[name] = socket.inet_ntoa(answer[20:24])
     return found
+
+
+def own_addresses() -> list[str]:
+    """Return this machine's IPv4 addresses, and its IPv6 addresses beyond a link or the host."""
+    found = [address for address in ipv4_interfaces().values() if address]
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for digits, _, _, scope, *_ in map(str.split, file):
+            if scope == "00":  # global
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found

@@ -13,11 +13,13 @@ import contextlib
 import functools
 import getpass
 import logging
+import re
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast, dataclass_transform
+from typing import Any, NoReturn, cast, dataclass_transform
 
 import helmsman
 from helmsman.api import errors
@@ -31,31 +33,45 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class SchedulingSpec:
-    """The resources and environment of one worker, with AReaL's defaults.
+    """The resources and environment of one worker, with AReaL's fields and defaults.
 
-    ``cmd`` is 'python -m module arguments'. Helmsman's worker replaces AReaL's rpc_server; other
-    modules get AReaL's options, such as --port, --role and --worker-index. Commas separate nodes.
-    ``mem`` and the fields of containers and Slurm have no effect.
+    A ``cmd`` is a program and its arguments, and gets AReaL's options, such as --port, --role and
+    --worker-index; Helmsman's worker replaces AReaL's rpc_server. RayScheduler alone reserves
+    ``mem``, in GiB. Commas separate nodes. Fields of containers and of Slurm are refused unless
+    they have their defaults or are empty.
     """
 
     cpu: float = 8
     gpu: int = 0
     mem: float = 32
     port_count: int = 2
-    image: str = ""
+    image: str = "/storage/openpsi/images/areal-latest.sif"
     task_type: str = "worker"
     env_vars: dict[str, str] = field(default_factory=dict)
     cmd: str | None = None
-    srun_additional_args: str = ""
+    srun_additional_args: str = "--unbuffered --mpi=pmi2 -K --chdir $PWD"
     additional_bash_cmds: list[str] | None = None
-    container_type: str = ""
-    mount: str = ""
+    container_type: str = "apptainer"
+    mount: str = "/storage:/storage"
     nodelist: str | None = None
+    reservation: str | None = None
+    exclusive: bool = False
     exclude: str | None = None
-    ray_placement_strategy: str = "shared"
+    ray_placement_strategy: str | None = None
 
 
 _DEFAULTS = SchedulingSpec()
+_CONTAINER = "Start the script, or the nodes of its Ray, in that container"
+_SLURM = "Give it to the sbatch or srun that starts the nodes"
+_REFUSED = {  # the fields without a counterpart: the next step
+    "image": _CONTAINER,
+    "container_type": _CONTAINER,
+    "mount": _CONTAINER,
+    "srun_additional_args": _SLURM,
+    "reservation": _SLURM,
+    "exclusive": _SLURM,
+    "additional_bash_cmds": "Run them on the nodes before the script, or use env_vars",
+}
 _NAMES = {  # of AReaL's options that commands get: their place in an experiment, their default
     "experiment_name": ("experiment_name", None),
     "trial_name": ("trial_name", None),
@@ -64,7 +80,10 @@ _NAMES = {  # of AReaL's options that commands get: their place in an experiment
     "etcd3_addr": ("cluster.name_resolve.etcd3_addr", "localhost:2379"),
     "fileroot": ("cluster.fileroot", None),
 }
-_MAPPED = vars(_DEFAULTS).keys() & {*helmsman.SchedulingSpec.__struct_fields__} - {"mem"}
+_MAPPED = vars(_DEFAULTS).keys() & {*helmsman.SchedulingSpec.__struct_fields__}
+_GIB = 1.073741824  # in GB
+_PROGRAM = "helmsman.compat.program"
+_RPC_SERVER = re.compile(r"areal(\.\w+)*\.rpc_server")
 
 
 @dataclass
@@ -95,12 +114,12 @@ class Worker:
     id: str
     ip: str
     worker_ports: list[str] = field(default_factory=list)
-    """Its leased ports, at least two: the first for its ``cmd``, the second as a master port."""
+    """Its leased ports, ``port_count`` of them: the first for its ``cmd``."""
     engine_ports: list[str] = field(default_factory=list)
 
 
-def _as_job(job: Any, names: Mapping[str, Any]) -> helmsman.Job:
-    """Convert a job of AReaL's fields, and log the fields that have no effect."""
+def _as_job(job: Any, names: Mapping[str, Any], *, reserves_memory: bool) -> helmsman.Job:
+    """Convert a job of AReaL's fields; a WorkerCreationError lists those that cannot be kept."""
     given = getattr(job, "scheduling_strategy", None) or SchedulingStrategy()
     kind = str(getattr(given.type, "value", given.type))  # its enumeration, or a string
     if kind not in ("separation", "colocation"):
@@ -108,19 +127,13 @@ def _as_job(job: Any, names: Mapping[str, Any]) -> helmsman.Job:
         raise ValueError(f"job {job.role!r}: scheduling_strategy.type is {kind!r}; {expected}")
     tasks, colocated = list(job.tasks or ()) or [_DEFAULTS], kind == "colocation"
     names = {"role": job.role, **names}
-    ignored = {
-        each.name
-        for spec in filter(is_dataclass, tasks)
-        for each in fields(spec)
-        if each.name not in _MAPPED and getattr(spec, each.name) != each.default
-    }
-    if ignored:
-        listed = ", ".join(sorted(ignored))
-        log.warning("job %r: these fields of its specs have no effect: %s", job.role, listed)
+    if refused := {line for spec in tasks for line in _refusals(spec)}:
+        raise WorkerCreationError(job.role, " ".join(sorted(refused)))
+    own = {"gpu": not colocated, "mem": reserves_memory and not colocated}
     return helmsman.Job(
         role=job.role,
         replicas=job.replicas,
-        tasks=[_as_spec(spec, names, has_devices=not colocated) for spec in tasks],
+        tasks=[_as_spec(spec, names, own) for spec in tasks],
         scheduling_strategy=helmsman.SchedulingStrategy(
             type=cast(Any, kind),
             target=given.target if colocated else None,
@@ -129,34 +142,88 @@ def _as_job(job: Any, names: Mapping[str, Any]) -> helmsman.Job:
     )
 
 
-def _as_spec(spec: Any, names: Mapping[str, Any], *, has_devices: bool) -> helmsman.SchedulingSpec:
-    value = {name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED}
-    value["gpu"] *= has_devices  # a colocated worker has its target's
-    value["port_count"] = max(2, value["port_count"])
+def _entries(spec: Any) -> dict[str, Any]:
+    """Return the fields of a spec: a dataclass, a mapping such as OmegaConf's, or any object."""
+    if is_dataclass(spec):
+        return {each.name: getattr(spec, each.name) for each in fields(spec)}
+    return dict(spec) if isinstance(spec, Mapping) else vars(spec)
+
+
+def _refusals(spec: Any) -> Iterator[str]:
+    """Yield a sentence for each field whose value has no counterpart."""
+    theirs = {each.name: each.default for each in fields(spec)} if is_dataclass(spec) else {}
+    for name, value in _entries(spec).items():
+        usual, expected = getattr(_DEFAULTS, name, None), ""
+        if name in _REFUSED:
+            if value and value not in (usual, theirs.get(name), "none"):  # "none": no container
+                expected = f"{usual!r}. {_REFUSED[name]}; then leave it out."
+        elif name == "task_type":
+            if value not in ("worker", "engine"):
+                expected = "'worker' or 'engine'. Leave it out."
+        elif name in ("nodelist", "exclude"):
+            if "[" in (value or ""):
+                expected = "names with commas. Write the name of each node."
+        elif name not in _MAPPED and value and value != theirs.get(name):
+            expected = f"a known field: {', '.join(vars(_DEFAULTS))}. Leave it out."
+        if expected:
+            yield f"{name} is {value!r}, expected {expected}"
+
+
+def _as_spec(
+    spec: Any, names: Mapping[str, Any], own: Mapping[str, bool]
+) -> helmsman.SchedulingSpec:
+    """Convert a spec; a colocated worker has the devices and the memory of its target."""
+    value = {**vars(_DEFAULTS), **_entries(spec)}
+    value = {name: value[name] for name in _MAPPED}
+    value["gpu"] *= own["gpu"]
+    value["mem"] *= own["mem"] * _GIB
+    value["port_count"] = max(1, value["port_count"])
     value["env_vars"] = {key: str(each) for key, each in (value["env_vars"] or {}).items()}
     value["cmd"] = _as_command(value["cmd"], names)
+    value["ray_placement_strategy"] = value["ray_placement_strategy"] or "shared"
     for name in ("nodelist", "exclude"):
         value[name] = [each.strip() for each in (value[name] or "").split(",") if each.strip()]
     return helmsman.SchedulingSpec(**value)
 
 
 def _as_command(cmd: str | None, names: Mapping[str, Any]) -> str | None:
-    """Return a module with AReaL's options; None for the server that Helmsman's worker replaces."""
-    if not cmd or "areal.infra.rpc.rpc_server" in cmd:
+    """Return the module that runs a program, with AReaL's options; None for AReaL's rpc_server."""
+
+    def refuse(expected: str) -> NoReturn:
+        raise WorkerCreationError(names["role"], f"cmd is {cmd!r}, expected {expected}")
+
+    try:
+        words = shlex.split(cmd or "")
+    except ValueError as error:
+        refuse(f"words quoted as for a shell: {error}. Close the quotation.")
+    if not words:
         return None
-    program, *rest = cmd.split(maxsplit=2)
-    if rest[:1] == ["-m"] and rest[1:] and program.rpartition("/")[2].startswith("python"):
-        cmd = rest[1]
-    elif program.startswith("python") or "/" in program:
-        reason = f"cmd is {cmd!r}; expected 'python -m module arguments'"
-        raise WorkerCreationError(names["role"], reason)
+    if any(word == "--port" or word.startswith("--port=") for word in words):
+        refuse("no --port. Leave it out: the worker's first port is appended.")
+    program, *rest = words
+    is_python = program.startswith("python") or program == sys.executable
+    is_module = is_python and rest[:1] == ["-m"] and len(rest) > 1
+    if any(map(_RPC_SERVER.fullmatch, words)):
+        if not is_module or rest[2:]:
+            refuse("'python -m areal.infra.rpc.rpc_server': Helmsman's worker runs in its place.")
+        return None
+    return _with_options(shlex.join(rest[1:] if is_module else [_PROGRAM, *words]), names)
+
+
+def _with_options(module: str, names: Mapping[str, Any]) -> str:
+    """Append the options of AReaL's commands, with Helmsman's placeholders."""
     for name, value in {"port": "{port}", "worker_index": "{index}", **names}.items():
-        cmd += f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
-    return cmd
+        module += f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
+    return module
 
 
-def _names_of(exp_config: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Take the names of an experiment from its configuration, or from a scheduler's options."""
+def _take_names(exp_config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Take AReaL's options of its commands from an experiment, or from a scheduler's options.
+
+    Options without effect are removed as well.
+    """
+    if options.pop("enable_tms_offload", None):
+        log.warning("enable_tms_offload has no effect: set LD_PRELOAD in env_vars instead.")
     given = {name: options.pop(name, default) for name, (_, default) in _NAMES.items()}
     if exp_config is None:
         return given
@@ -285,11 +352,13 @@ class Scheduler(Closing):
     """
 
     _names: Mapping[str, Any] = {}
+    _reserves_memory = False
     _n_gpus_per_node: int | None = None
     _has_explained_retries = False
 
     def __init__(self, scheduler: helmsman.Scheduler, startup_timeout: float) -> None:
         self.helmsman, self.startup_timeout = scheduler, startup_timeout
+        self._commands: dict[str, str | None] = {}
 
     @property
     def n_gpus_per_node(self) -> int:
@@ -302,16 +371,45 @@ class Scheduler(Closing):
 
     def create_workers(self, job: Any, *_: Any, **__: Any) -> list[str]:
         """Start a job's workers, all or none, and return their ids; other arguments are ignored."""
-        ours = job if isinstance(job, helmsman.Job) else _as_job(job, self._names)
+        is_ours = isinstance(job, helmsman.Job)
+        ours = job if is_ours else _as_job(job, self._names, reserves_memory=self._reserves_memory)
         with _areal_errors(job.role):
-            return self.helmsman.create_workers(ours)
+            created = self.helmsman.create_workers(ours)
+        if ours.scheduling_strategy.type == "separation" or ours.scheduling_strategy.fork:
+            for rank, worker_id in enumerate(created):
+                self._commands[worker_id] = None if is_ours else ours.spec(rank).cmd
+        return created
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
-        """Return a role's workers in rank order, once each has answered within ``timeout`` s."""
+        """Return a role's workers in rank order, once each has answered within ``timeout`` s.
+
+        The address of a worker with a ``cmd`` is one at which its first port accepts connections.
+        """
         with _areal_errors(role):
             limit_s = self.startup_timeout if timeout is None else timeout
             found = self.helmsman.get_workers(role, limit_s)
-        return [Worker(each.id, each.ip, list(each.engine_ports)) for each in found]
+            programs = {
+                each.id: self.helmsman.call_engine(each.id, "endpoint", "command")
+                for each in found
+                if self._commands.get(each.id)
+            }
+        for worker_id, (_, exit_code) in programs.items():
+            if exit_code is not None:
+                reason = f"its cmd {self._commands[worker_id]!r} has ended"
+                raise WorkerFailedError(worker_id, exit_code, reason)
+        return [
+            Worker(each.id, programs.get(each.id, (each.ip,))[0], list(each.engine_ports))
+            for each in found
+        ]
+
+    def _require_engines(self, worker_id: str, route: str) -> None:
+        """Refuse a request that AReaL would send to the program of a worker's ``cmd``."""
+        if command := self._commands.get(worker_id):
+            raise EngineCreationError(
+                worker_id,
+                f"it runs {command!r}, expected a worker without a cmd. Leave the cmd out, or post "
+                f"the request to {route} at the worker's ip and first port.",
+            )
 
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
         """End the workers of a role, or of all; an unknown role is logged as a warning."""
@@ -326,12 +424,17 @@ class Scheduler(Closing):
 
         Each runs ``command``, a module, which gets AReaL's options as a task's ``cmd`` does.
         """
-        command = _as_command(command, {"role": role, **self._names})
+        ours = None
+        if command and not _RPC_SERVER.fullmatch(command):
+            ours = _with_options(command, {"role": role, **self._names})
         with _areal_errors(role):
-            return self.helmsman.fork_workers(role, target_role, command)
+            created = self.helmsman.fork_workers(role, target_role, ours)
+        self._commands |= dict.fromkeys(created, ours)
+        return created
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, Any] | None) -> None:
         """Set environment variables in a worker, before its engines are created."""
+        self._require_engines(worker_id, "/set_env")
         texts = {name: str(value) for name, value in (env or {}).items()}
         with _areal_errors(worker_id, "set_worker_env"):
             await self.helmsman.set_worker_env(worker_id, texts)
@@ -340,6 +443,7 @@ class Scheduler(Closing):
         self, worker_id: str, engine: Any, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """Build an engine, a class or its import path; it has the worker's id as default name."""
+        self._require_engines(worker_id, "/create_engine")
         spec = EngineSpec(target=engine, kwargs=kwargs)
         with _areal_errors(worker_id, "__init__"):
             await self.helmsman.create_engine(worker_id, spec, engine_name, *args)
@@ -391,6 +495,7 @@ class LocalScheduler(Scheduler):
         exp_config: Experiment whose names and ``cluster.fileroot`` are used.
         **options: AReaL's experiment_name, trial_name and fileroot; its options of name resolution,
             for commands; enable_tms_offload, without effect; those of Helmsman's LocalScheduler.
+            A job's ``mem`` is not reserved, as in AReaL.
     """
 
     def __init__(
@@ -403,8 +508,7 @@ class LocalScheduler(Scheduler):
         exp_config: Any = None,
         **options: Any,
     ) -> None:
-        self._names = _names_of(exp_config, options)
-        options.pop("enable_tms_offload", None)
+        self._names = _take_names(exp_config, options)
         root, *names = (self._names[n] for n in ("fileroot", "experiment_name", "trial_name"))
         if log_dir is None and root and all(names):
             log_dir = Path(root, "logs", getpass.getuser(), *names)
@@ -420,21 +524,37 @@ class RayScheduler(Scheduler):
     """AReaL's RayScheduler.
 
     Args:
-        startup_timeout: Limit in seconds for starting workers, and for ``get_workers``.
-        exp_config: Experiment whose ``cluster.n_gpus_per_node`` is used.
         n_gpus_per_node: Number of accelerators per node; the observed number when None.
-        **options: Arguments of Helmsman's RayScheduler.
+        experiment_name: An option of commands.
+        trial_name: An option of commands.
+        fileroot: An option of commands.
+        startup_timeout: Limit in seconds for starting workers, and for ``get_workers``.
+        health_check_interval: No effect.
+        exp_config: Experiment whose names and ``cluster.n_gpus_per_node`` are used.
+        **options: AReaL's options of name resolution, for commands; those of Helmsman's
+            RayScheduler.
     """
+
+    _reserves_memory = True
 
     def __init__(
         self,
+        n_gpus_per_node: int | None = None,
+        experiment_name: str | None = None,
+        trial_name: str | None = None,
+        fileroot: str | None = None,
         startup_timeout: float = 300.0,
+        health_check_interval: float = 5.0,
         *,
         exp_config: Any = None,
-        n_gpus_per_node: int | None = None,
         **options: Any,
     ) -> None:
-        self._names = _names_of(exp_config, options)
+        options |= {
+            "experiment_name": experiment_name,
+            "trial_name": trial_name,
+            "fileroot": fileroot,
+        }
+        self._names = _take_names(exp_config, options)
         if exp_config is not None:
             n_gpus_per_node = exp_config.cluster.n_gpus_per_node
         self._n_gpus_per_node = n_gpus_per_node

@@ -10,28 +10,36 @@ import functools
 import os
 import pkgutil
 import re
+import secrets
 import shlex
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from helmsman.api.interfaces import own_addresses
+from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server.ports import PORTS_VARIABLE
 
 _RUNS_S = 1.0
 """Seconds after which a child that names no port counts as started."""
 _POLL_S = 0.05
 _CONNECT_S = 1.0
+_WATCH_S = 1.0
 _TAIL_BYTES = 4096
 _PORT = re.compile(r"\{port(\d*)\}")
+_TAG_VARIABLE = "HELMSMAN_COMMAND_TAG"
+"""Environment variable of the child and of the processes that it starts; unique per child."""
 
 
 class CommandEngine:
     """Runs ``python -m MODULE ARGUMENTS`` with the worker's environment, devices and log.
 
-    The child ends with the worker. It may bind the worker's leased ports, which it finds in
+    The child ends with the worker, and the processes that it started end with it, unless it was
+    allowed to finish and has. It may bind the worker's leased ports, which it finds in
     HELMSMAN_PORTS as 'port,port'. The constructor returns when the child has started.
 
     Args:
@@ -59,6 +67,7 @@ class CommandEngine:
         if not arguments:
             raise ValueError("the command is empty; expected a module's name and its arguments")
         self._shown = f"'python -m {shlex.join(arguments)}'"
+        self._address = node
         started = time.monotonic()
         named = _PORT.search(command)
         self._may_finish = False
@@ -69,18 +78,22 @@ class CommandEngine:
         elif ready is None and named is not None:
             port = int(ports[int(named[1] or 0)])
             expected = f"port {port} accepts connections"
-            has_started = functools.partial(_accepts, port, node)
+            has_started = functools.partial(self._finds, port, ["localhost", node])
         else:
             runs_s = _RUNS_S if ready is None else ready
             self._may_finish = True
             expected = f"it has run for {runs_s:g} s"
             has_started = lambda: time.monotonic() - started >= runs_s  # noqa: E731
         written = _log_size()
+        self._tag = secrets.token_hex(8)
         self._process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, PORTS_VARIABLE: ",".join(ports)},
+            env={**os.environ, PORTS_VARIABLE: ",".join(ports), _TAG_VARIABLE: self._tag},
+            start_new_session=True,
         )
+        self._watcher = threading.Thread(target=self._watch, name="helmsman-command", daemon=True)
+        self._watcher.start()
         try:
             is_late = False
             while (problem := self.failure()) is None and not has_started() and not is_late:
@@ -111,13 +124,41 @@ class CommandEngine:
         """Return the child's exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
+    async def endpoint(self) -> tuple[str, int | None]:
+        """Return the address at which the child's port accepts connections, and the exit code.
+
+        The address is the node's where it accepts, or another one of this machine.
+        """
+        return self._address, self.poll()
+
     def destroy(self) -> None:
+        self._may_finish = False
         self._process.terminate()
         try:
             self._process.wait(3.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        """Wait for the child to end, then end the processes that it started."""
+        while self.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_WATCH_S)
+            _reap_orphans(self.pid())
+        if self.failure() is not None:
+            guardian.end_family(self.pid(), self._tag, variable=_TAG_VARIABLE)
+            _reap_orphans(self.pid())
+
+    def _finds(self, port: int, hosts: Iterable[str]) -> bool:
+        """Whether the port accepts connections at the node's address or another of this machine."""
+        if any(_accepts(port, host) for host in hosts):
+            return True
+        # A server may bind the machine's address alone, while the node's is the loopback.
+        found = next((host for host in own_addresses() if _accepts(port, host)), None)
+        self._address = found or self._address
+        return found is not None
 
 
 def _with_ports(part: str, command: str, ports: Sequence[str]) -> str:
@@ -133,11 +174,23 @@ def _with_ports(part: str, command: str, ports: Sequence[str]) -> str:
     return _PORT.sub(port, part)
 
 
-def _accepts(port: int, node: str) -> bool:
-    for host in ("localhost", node):
-        with contextlib.suppress(OSError), socket.create_connection((host, port), _CONNECT_S):
-            return True
+def _accepts(port: int, host: str) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), _CONNECT_S):
+        return True
     return False
+
+
+def _reap_orphans(session: int) -> None:
+    """Reap processes of a session that this process has adopted, as init would.
+
+    A worker inherits the orphans of its descendants. A program that waits until it has ended one
+    would wait in vain.
+    """
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+        for pid in map(int, file.read().split()):
+            row = guardian.process_of(pid)
+            if row is not None and row.state == "Z" and row.session == session != pid:
+                os.waitpid(pid, os.WNOHANG)
 
 
 def _log_size() -> int:

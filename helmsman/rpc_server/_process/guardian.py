@@ -157,14 +157,15 @@ def descendants(root: int, table: dict[int, Process]) -> set[int]:
     return found
 
 
-def family(worker_pid: int, tag: str) -> set[int]:
+def family(worker_pid: int, tag: str, variable: str = TAG_VARIABLE) -> set[int]:
     """Return the pids of a worker's family, excluding zombies, the worker and the caller.
 
     Args:
-        worker_pid: The worker, which may have exited.
-        tag: Its tag, which begins with the run's id and a slash.
+        worker_pid: The worker, which may have exited, or a command that leads its own session.
+        tag: Its tag; a worker's begins with the run's id and a slash.
+        variable: Environment variable that has the tag.
     """
-    mark, entry = Mark(tag.partition("/")[0], worker_pid), f"{TAG_VARIABLE}={tag}".encode()
+    mark, entry = Mark(tag.partition("/")[0], worker_pid), f"{variable}={tag}".encode()
 
     def belongs(row: Process) -> bool:
         is_marked = mark_of(row.pid) == mark or worker_pid in (row.group, row.session)
@@ -192,8 +193,10 @@ def _with_descendants(belongs: Callable[[Process], bool], root: int | None = Non
     return {pid for pid in members if pid not in (root, os.getpid()) and table[pid].state != "Z"}
 
 
-def end_family(worker_pid: int, tag: str, *, limit_s: float = 5.0) -> set[int]:
-    return end_all(lambda: family(worker_pid, tag), limit_s=limit_s)
+def end_family(
+    worker_pid: int, tag: str, *, limit_s: float = 5.0, variable: str = TAG_VARIABLE
+) -> set[int]:
+    return end_all(lambda: family(worker_pid, tag, variable), limit_s=limit_s)
 
 
 def end_members(pids: set[int], worker_pid: int, tag: str) -> set[int]:

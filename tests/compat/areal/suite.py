@@ -6,7 +6,13 @@ import asyncio
 import dataclasses
 import gc
 import json
+import os
+import signal
 import socket
+import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +31,9 @@ from helmsman.compat.areal import (
     Scheduler,
     SchedulingSpec,
     SchedulingStrategy,
+    Worker,
 )
+from tests.compat.areal.service import ADDRESS
 
 HERE = "tests.compat.areal.engines"
 RESOLVE = SimpleNamespace(
@@ -50,6 +58,33 @@ def make(kind: str, log_dir: Path) -> Scheduler:
         num_gpus=2,
         exp_config=EXPERIMENT,
     )
+
+
+def post(address: str, **given: Any) -> dict[str, Any]:
+    """Return the answer of a guard."""
+    request = urllib.request.Request(address, json.dumps(given).encode())
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return dict(json.load(answer))
+
+
+def wait_for_end(process: psutil.Process) -> None:
+    """Wait until a process of another parent has ended, which need not have reaped it."""
+    deadline = time.monotonic() + 60
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.05)
+
+
+def healthy_pid(host: str, port: int) -> int:
+    """Wait until a service answers, and return the id of its process."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=30) as answer:
+                return int(json.load(answer)["pid"])
+        except OSError:
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.05)
 
 
 class SchedulerSuite:
@@ -238,6 +273,83 @@ class SchedulerSuite:
             scheduler.fork_workers("beside", "gateway", "no_such_module")
         assert caught.value.worker_key == "beside"
         scheduler.delete_workers("gateway")
+
+    def start_service(self, guard: Worker, index: int, **given: Any) -> psutil.Process:
+        """Let a guard start a service, as AReaL's controllers do."""
+        address = f"http://{guard.ip}:{guard.worker_ports[0]}"
+        lease = post(f"{address}/alloc_ports", count=1)
+        host, (port,) = lease["host"], lease["ports"]
+        cmd = [sys.executable, "-m", "tests.compat.areal.service"]
+        post(
+            f"{address}/fork",
+            role="router",
+            worker_index=index,
+            raw_cmd=[*cmd, "--host", host, "--port", str(port)],
+            **given,
+        )
+        return psutil.Process(healthy_pid(host, port))
+
+    @pytest.mark.parametrize("end", ["delete", "kill guard", "kill worker"])
+    def test_guard_children_end_with_it(self, scheduler: Scheduler, end: str) -> None:
+        cmd = f"{sys.executable} -m tests.compat.areal.guard"
+        spec = SchedulingSpec(cpu=1, mem=1, task_type="worker", port_count=2, cmd=cmd)
+        tasks = [dataclasses.replace(spec) for _ in range(2)]
+        job = Job("guard", 2, tasks, SchedulingStrategy())
+        assert scheduler.create_workers(job=job) == ["guard/0", "guard/1"]
+        guards = scheduler.get_workers(role="guard", timeout=60)
+        address = f"http://{guards[0].ip}:{guards[0].worker_ports[0]}"
+        post(f"{address}/configure", config={}, role="guard", rank=0)
+        post(f"{address}/set_env", env={"MASTER_ADDR": guards[0].ip})
+        killed = self.start_service(guards[0], 0)
+        post(f"{address}/kill_forked_worker", role="router", worker_index=0)
+        wait_for_end(killed)
+        in_pipeline = self.start_service(guards[0], 1)
+        detached = self.start_service(guards[0], 2, detached=True)
+        other = self.start_service(guards[1], 3)
+        assert in_pipeline.environ()["MASTER_ADDR"] == guards[0].ip
+        if end == "delete":
+            scheduler.delete_workers("guard")
+        elif end == "kill guard":
+            os.kill(scheduler.helmsman.call_engine("guard/0", "pid", "command"), signal.SIGKILL)
+        else:
+            (pid,) = [e.pid for e in scheduler.helmsman.status() if e.worker_id == "guard/0"]
+            os.kill(pid, signal.SIGKILL)
+        wait_for_end(in_pipeline)
+        wait_for_end(detached)
+        assert other.is_running() == (end != "delete"), "only the children of that guard end"
+        if end != "delete":
+            with pytest.raises(areal.WorkerFailedError) as failed:
+                scheduler.get_workers("guard")
+            assert (failed.value.worker_id, failed.value.exit_code) == ("guard/0", -9)
+        scheduler.delete_workers("guard")
+
+    def test_fork_proxy_at_own_address(self, scheduler: Scheduler, rollout: str) -> None:
+        scheduler.fork_workers("proxy-rollout", "rollout", "tests.compat.areal.service")
+        (proxy,) = scheduler.get_workers("proxy-rollout")
+        assert proxy.ip == ADDRESS
+        assert healthy_pid(proxy.ip, int(proxy.worker_ports[0]))
+        with pytest.raises(areal.EngineCreationError, match="Leave the cmd out, or post"):
+            asyncio.run(scheduler.create_engine(proxy.id, f"{HERE}.Rollout", "agent"))
+        with pytest.raises(areal.EngineCreationError, match="/set_env at the worker's ip"):
+            asyncio.run(scheduler.set_worker_env(proxy.id, {"A": 1}))
+        scheduler.delete_workers("proxy-rollout")
+
+    def test_command_of_script(self, scheduler: Scheduler, tmp_path: Path) -> None:
+        """A script and any other program get the options, and one port of one."""
+        script = tmp_path / "my script.py"
+        script.write_text(Path(__file__).with_name("options.py").read_text())
+        for program in ("python", "python3.9", f"env A=1 {sys.executable}"):
+            spec = SchedulingSpec(cpu=1, mem=1, port_count=1, cmd=f"{program} '{script}'")
+            scheduler.create_workers(Job("script", 1, [spec]))
+            (worker,) = scheduler.get_workers("script")
+            (port,) = worker.worker_ports
+            with socket.create_connection((worker.ip, int(port)), timeout=30) as answer:
+                given = json.loads(answer.makefile().read())
+            assert (given["port"], given["role"]) == (port, "script")
+            scheduler.delete_workers("script")
+        spec = SchedulingSpec(cpu=1, mem=1, cmd="no_such_program --verbose")
+        with pytest.raises(areal.WorkerCreationError, match="no_such_program"):
+            scheduler.create_workers(Job("script", 1, [spec]))
 
     def test_delete_unknown_role_warns(
         self, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
