@@ -82,7 +82,7 @@ _NAMES = {  # of AReaL's options that commands get: their place in an experiment
 }
 _MAPPED = vars(_DEFAULTS).keys() & {*helmsman.SchedulingSpec.__struct_fields__}
 _GIB = 1.073741824  # in GB
-_PROGRAM = "helmsman.compat.program"
+_PROGRAM = "helmsman.compat._program"
 _RPC_SERVER = re.compile(r"areal(\.\w+)*\.rpc_server")
 
 
@@ -143,10 +143,11 @@ def _as_job(job: Any, names: Mapping[str, Any], *, reserves_memory: bool) -> hel
 
 
 def _entries(spec: Any) -> dict[str, Any]:
-    """Return the fields of a spec: a dataclass, a mapping such as OmegaConf's, or any object."""
-    if is_dataclass(spec):
-        return {each.name: getattr(spec, each.name) for each in fields(spec)}
-    return dict(spec) if isinstance(spec, Mapping) else vars(spec)
+    """Return the fields of a spec, an object or a mapping such as OmegaConf's; unknown ones too."""
+    if isinstance(spec, Mapping):
+        return dict(spec)
+    known = {name: getattr(spec, name) for name in vars(_DEFAULTS) if hasattr(spec, name)}
+    return known | getattr(spec, "__dict__", {})
 
 
 def _refusals(spec: Any) -> Iterator[str]:
@@ -222,6 +223,7 @@ def _take_names(exp_config: Any, options: dict[str, Any]) -> dict[str, Any]:
 
     Options without effect are removed as well.
     """
+    options.pop("health_check_interval", None)
     if options.pop("enable_tms_offload", None):
         log.warning("enable_tms_offload has no effect: set LD_PRELOAD in env_vars instead.")
     given = {name: options.pop(name, default) for name, (_, default) in _NAMES.items()}
@@ -395,7 +397,7 @@ class Scheduler(Closing):
             }
         for worker_id, (_, exit_code) in programs.items():
             if exit_code is not None:
-                reason = f"its cmd {self._commands[worker_id]!r} has ended"
+                reason = f"its cmd {self._commands[worker_id]!r} has ended. Its log has the output."
                 raise WorkerFailedError(worker_id, exit_code, reason)
         return [
             Worker(each.id, programs.get(each.id, (each.ip,))[0], list(each.engine_ports))
@@ -416,6 +418,9 @@ class Scheduler(Closing):
         try:
             with _areal_errors(role or ""):
                 self.helmsman.delete_workers(role, reverse_order)
+            for worker_id in list(self._commands):
+                if role in (None, worker_id.rpartition("/")[0]):
+                    del self._commands[worker_id]
         except WorkerNotFoundError as error:
             log.warning("delete_workers(%r) has nothing to delete: %s", role, error.__cause__)
 
@@ -495,7 +500,6 @@ class LocalScheduler(Scheduler):
         exp_config: Experiment whose names and ``cluster.fileroot`` are used.
         **options: AReaL's experiment_name, trial_name and fileroot; its options of name resolution,
             for commands; enable_tms_offload, without effect; those of Helmsman's LocalScheduler.
-            A job's ``mem`` is not reserved, as in AReaL.
     """
 
     def __init__(
@@ -525,14 +529,9 @@ class RayScheduler(Scheduler):
 
     Args:
         n_gpus_per_node: Number of accelerators per node; the observed number when None.
-        experiment_name: An option of commands.
-        trial_name: An option of commands.
-        fileroot: An option of commands.
         startup_timeout: Limit in seconds for starting workers, and for ``get_workers``.
-        health_check_interval: No effect.
         exp_config: Experiment whose names and ``cluster.n_gpus_per_node`` are used.
-        **options: AReaL's options of name resolution, for commands; those of Helmsman's
-            RayScheduler.
+        **options: AReaL's options, as for LocalScheduler; those of Helmsman's RayScheduler.
     """
 
     _reserves_memory = True
@@ -540,20 +539,11 @@ class RayScheduler(Scheduler):
     def __init__(
         self,
         n_gpus_per_node: int | None = None,
-        experiment_name: str | None = None,
-        trial_name: str | None = None,
-        fileroot: str | None = None,
-        startup_timeout: float = 300.0,
-        health_check_interval: float = 5.0,
         *,
+        startup_timeout: float = 300.0,
         exp_config: Any = None,
         **options: Any,
     ) -> None:
-        options |= {
-            "experiment_name": experiment_name,
-            "trial_name": trial_name,
-            "fileroot": fileroot,
-        }
         self._names = _take_names(exp_config, options)
         if exp_config is not None:
             n_gpus_per_node = exp_config.cluster.n_gpus_per_node

@@ -61,7 +61,7 @@ def set_env(given: dict[str, Any]) -> dict[str, Any]:
 class Guard(Handler):
     """Routes the requests of a script."""
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802
         given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         routes = {
             "/alloc_ports": alloc_ports,

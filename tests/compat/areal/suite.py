@@ -91,7 +91,7 @@ class SchedulerSuite:
     @pytest.fixture
     def rollout(self, scheduler: Scheduler) -> Iterator[str]:
         """A worker with a Rollout under its own id."""
-        (worker,) = scheduler.create_workers(Job("rollout", 1, [SchedulingSpec(cpu=1)]))
+        (worker,) = scheduler.create_workers(Job("rollout", 1, [SchedulingSpec(cpu=1, mem=1)]))
         asyncio.run(scheduler.create_engine(worker, f"{HERE}.Rollout"))
         yield worker
         scheduler.delete_workers("rollout")
@@ -99,7 +99,7 @@ class SchedulerSuite:
     def test_train_controller(self, scheduler: Scheduler) -> None:
         """Workers get environment, engines and a process group; then only the head gets data."""
         cmd = "python -m areal.infra.rpc.rpc_server"
-        spec = SchedulingSpec(cpu=4, gpu=1, mem=16000, port_count=2, cmd=cmd)
+        spec = SchedulingSpec(cpu=4, gpu=1, mem=1, port_count=2, cmd=cmd)
         job = Job(replicas=2, tasks=[spec], scheduling_strategy=SchedulingStrategy(), role="actor")
         assert scheduler.create_workers(job=job) == ["actor/0", "actor/1"]
         workers = scheduler.get_workers(role="actor")
@@ -228,7 +228,7 @@ class SchedulerSuite:
     def test_create_engine_timeout(
         self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (worker,) = scheduler.create_workers(Job("slow", 1, [SchedulingSpec(cpu=1)]))
+        (worker,) = scheduler.create_workers(Job("slow", 1, [SchedulingSpec(cpu=1, mem=1)]))
         short = helmsman.Timeouts(create_engine_s=0.2, shutdown_s=2)
         monkeypatch.setattr(scheduler.helmsman, "timeouts", short)
         with pytest.raises(areal.EngineCreationError, match="did not finish within") as caught:
@@ -240,7 +240,7 @@ class SchedulerSuite:
 
     def test_commands_options(self, scheduler: Scheduler) -> None:
         """The process of each worker and of its fork answers with its options."""
-        spec = SchedulingSpec(cpu=1, cmd=f"python -m {HERE.replace('engines', 'options')}")
+        spec = SchedulingSpec(cpu=1, mem=1, cmd=f"python -m {HERE.replace('engines', 'options')}")
         scheduler.create_workers(Job("gateway", 2, [spec]))
         scheduler.fork_workers("beside", "gateway", HERE.replace("engines", "options"))
         for role in ("gateway", "beside"):
@@ -264,11 +264,11 @@ class SchedulerSuite:
 
     def test_command_fails_to_start(self, scheduler: Scheduler) -> None:
         """AReaL's scripts catch this error, also for a process beside the workers."""
-        spec = SchedulingSpec(cpu=1, cmd="python -m no_such_module")
+        spec = SchedulingSpec(cpu=1, mem=1, cmd="python -m no_such_module")
         with pytest.raises(areal.WorkerCreationError, match="no_such_module") as caught:
             scheduler.create_workers(Job("gateway", 1, [spec]))
         assert caught.value.worker_key == "gateway"
-        scheduler.create_workers(Job("gateway", 1, [SchedulingSpec(cpu=1)]))
+        scheduler.create_workers(Job("gateway", 1, [SchedulingSpec(cpu=1, mem=1)]))
         with pytest.raises(areal.WorkerCreationError, match="no_such_module") as caught:
             scheduler.fork_workers("beside", "gateway", "no_such_module")
         assert caught.value.worker_key == "beside"
@@ -361,7 +361,7 @@ class SchedulerSuite:
 def check_dropped_scheduler(kind: str, folder: Path) -> None:
     """Check that workers end when a scheduler without close() has no references."""
     scheduler = make(kind, folder)
-    scheduler.create_workers(Job("dropped", 2, [SchedulingSpec(cpu=1)]))
+    scheduler.create_workers(Job("dropped", 2, [SchedulingSpec(cpu=1, mem=1)]))
     processes = [psutil.Process(each.pid) for each in scheduler.helmsman.status()]
     del scheduler
     gc.collect()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pytest
 
 from helmsman.api import errors
 from helmsman.api.environment import MASK, MASK_VARIABLE
+from helmsman.api.interfaces import own_addresses
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, answers, wait_until
@@ -112,6 +117,50 @@ def test_command_never_ready(make_own: Callable[..., Scheduler], role: str) -> N
         scheduler.create_workers(Job(role=role, tasks=[spec]))
     assert "was not ready within 3.6 s; it counts as ready when" in str(caught.value)
     assert "Set SchedulingSpec.cmd_ready, or raise Timeouts.create_engine_s" in str(caught.value)
+
+
+def running(pids: Path) -> list[bool]:
+    """Return whether each child of the command ``families`` runs."""
+    return [
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        for pid in map(int, pids.read_text().split())
+    ]
+
+
+@pytest.mark.parametrize("end", ["kill", "delete"])
+def test_command_children_end_with_it(
+    scheduler: Scheduler, role: str, tmp_path: Path, end: str
+) -> None:
+    pids = tmp_path / "pids"
+    spec = SchedulingSpec(cmd=f"tests.contract.families {{port}} serve {pids}")
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    assert running(pids) == [True, True]
+    if end == "kill":
+        os.kill(scheduler.call_engine(worker, "pid", "command"), signal.SIGKILL)
+    else:
+        scheduler.delete_workers(role)
+    wait_until(lambda: running(pids) == [False, False], "the children end")
+
+
+def test_command_children_stay_after_success(
+    scheduler: Scheduler, role: str, tmp_path: Path
+) -> None:
+    """A command that names no port may start services and finish; they end with the worker."""
+    pids = tmp_path / "pids"
+    spec = SchedulingSpec(cmd=f"tests.contract.families 0 finish {pids}", cmd_ready=0.0)
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    wait_until(lambda: scheduler.call_engine(worker, "poll", "command") == 0, "it finishes")
+    assert running(pids) == [True, True]
+    for pid in map(int, pids.read_text().split()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_command_at_other_address(scheduler: Scheduler, role: str) -> None:
+    """A server that binds another address of the machine than the worker's counts as ready."""
+    own = next((each for each in own_addresses() if not each.startswith("127.")), "127.0.0.1")
+    spec = SchedulingSpec(cmd=f"http.server --bind {own} {{port}}")
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    assert scheduler.call_engine(worker, "endpoint", "command") == (own, None)
 
 
 def never(ports: list[int]) -> bool:

@@ -1,6 +1,6 @@
 """Replaces this process by a program and its arguments, as AReaL starts a ``cmd``.
 
-``python -m helmsman.compat.program python x.py --port 20001`` runs ``x.py`` with this interpreter.
+``python -m helmsman.compat._program python x.py --port 20001`` runs ``x.py`` with this interpreter.
 """
 
 import os
