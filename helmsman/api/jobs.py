@@ -36,11 +36,12 @@ class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     env_vars: dict[str, str] = {}
     """Environment variables of the worker; they override all forwarded variables."""
     cmd: str | None = None
-    """Module and arguments to run (``python -m``) as a child process, which ends with the worker.
-    None: the worker runs engines only. Quoted as for a shell. ``{port0}``, ``{port1}``, ... are the
-    worker's leased ports, ``{port}`` is the first; HELMSMAN_PORTS holds all. ``{index}`` is the
-    worker's number in its role. The engine named 'command' has its ``pid()`` and ``poll()``;
-    ``check_health`` reports its end in ``failed_engines``.
+    """Module and arguments to run (``python -m``) as a child process, which ends with the worker,
+    and its own children with it. None: the worker runs engines only. Quoted as for a shell.
+    ``{port0}``, ``{port1}``, ... are the worker's leased ports, ``{port}`` is the first;
+    HELMSMAN_PORTS holds all. ``{index}`` is the worker's number in its role. The engine named
+    'command' has its ``pid()`` and ``poll()``; ``check_health`` reports its end in
+    ``failed_engines``.
     """
     cmd_ready: float | str | None = None
     """When the ``cmd`` has started, for which ``create_workers`` waits. Seconds: it has run for

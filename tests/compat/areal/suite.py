@@ -67,10 +67,14 @@ def post(address: str, **given: Any) -> dict[str, Any]:
         return dict(json.load(answer))
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether a process of another parent runs; one that has ended need not be reaped."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 def wait_for_end(process: psutil.Process) -> None:
-    """Wait until a process of another parent has ended, which need not have reaped it."""
     deadline = time.monotonic() + 60
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+    while runs(process):
         assert time.monotonic() < deadline
         threading.Event().wait(0.05)
 
@@ -316,7 +320,7 @@ class SchedulerSuite:
             os.kill(pid, signal.SIGKILL)
         wait_for_end(in_pipeline)
         wait_for_end(detached)
-        assert other.is_running() == (end != "delete"), "only the children of that guard end"
+        assert runs(other) == (end != "delete"), "only the children of that guard end"
         if end != "delete":
             with pytest.raises(areal.WorkerFailedError) as failed:
                 scheduler.get_workers("guard")
