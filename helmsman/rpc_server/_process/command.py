@@ -28,7 +28,7 @@ _RUNS_S = 1.0
 """Seconds after which a child that names no port counts as started."""
 _POLL_S = 0.05
 _CONNECT_S = 1.0
-_WATCH_S = 1.0
+_WATCH_S = 0.2
 _TAIL_BYTES = 4096
 _PORT = re.compile(r"\{port(\d*)\}")
 _TAG_VARIABLE = "HELMSMAN_COMMAND_TAG"
