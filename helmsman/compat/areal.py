@@ -193,6 +193,8 @@ def _as_command(cmd: str | None, names: Mapping[str, Any]) -> str | None:
     def refuse(expected: str) -> NoReturn:
         raise WorkerCreationError(names["role"], f"cmd is {cmd!r}, expected {expected}")
 
+    if not isinstance(cmd, str | None):
+        refuse("one string. Join its words by shlex.join.")
     try:
         words = shlex.split(cmd or "")
     except ValueError as error:

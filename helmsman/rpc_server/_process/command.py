@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from helmsman.api.interfaces import own_addresses
 from helmsman.rpc_server._process import guardian
@@ -78,7 +78,7 @@ class CommandEngine:
         elif ready is None and named is not None:
             port = int(ports[int(named[1] or 0)])
             expected = f"port {port} accepts connections"
-            has_started = functools.partial(self._finds, port, ["localhost", node])
+            has_started = functools.partial(self._finds, port)
         else:
             runs_s = _RUNS_S if ready is None else ready
             self._may_finish = True
@@ -144,21 +144,22 @@ class CommandEngine:
     def _watch(self) -> None:
         """Wait for the child to end, then end the processes that it started."""
         while self.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_WATCH_S)
             _reap_orphans(self.pid())
+            time.sleep(_WATCH_S)
         if self.failure() is not None:
             guardian.end_family(self.pid(), self._tag, variable=_TAG_VARIABLE)
             _reap_orphans(self.pid())
 
-    def _finds(self, port: int, hosts: Iterable[str]) -> bool:
+    def _finds(self, port: int) -> bool:
         """Whether the port accepts connections at the node's address or another of this machine."""
-        if any(_accepts(port, host) for host in hosts):
+        if _accepts(port, "localhost") or _accepts(port, self._address):
             return True
         # A server may bind the machine's address alone, while the node's is the loopback.
-        found = next((host for host in own_addresses() if _accepts(port, host)), None)
-        self._address = found or self._address
-        return found is not None
+        for host in own_addresses():
+            if _accepts(port, host):
+                self._address = host
+                return True
+        return False
 
 
 def _with_ports(part: str, command: str, ports: Sequence[str]) -> str:

@@ -316,8 +316,9 @@ class SchedulerSuite:
         elif end == "kill guard":
             os.kill(scheduler.helmsman.call_engine("guard/0", "pid", "command"), signal.SIGKILL)
         else:
-            (pid,) = [e.pid for e in scheduler.helmsman.status() if e.worker_id == "guard/0"]
-            os.kill(pid, signal.SIGKILL)
+            (worker,) = (e for e in scheduler.helmsman.status() if e.worker_id == "guard/0")
+            assert worker.pid
+            os.kill(worker.pid, signal.SIGKILL)
         wait_for_end(in_pipeline)
         wait_for_end(detached)
         assert runs(other) == (end != "delete"), "only the children of that guard end"

@@ -224,6 +224,7 @@ def test_command_of_rpc_server_is_worker(cmd: str | None) -> None:
         ("python x.py --port 8000", "expected no --port. Leave it out"),
         ("python x.py --port=8000", "expected no --port. Leave it out"),
         ("python 'x.py", "No closing quotation"),
+        (["python", "x.py"], "expected one string. Join its words by shlex.join"),
         (
             "nsys profile python -m areal.infra.rpc.rpc_server",
             "Helmsman's worker runs in its place",
@@ -231,7 +232,7 @@ def test_command_of_rpc_server_is_worker(cmd: str | None) -> None:
         ("python -m areal.infra.rpc.rpc_server --werkzeug-log-level DEBUG", "runs in its place"),
     ],
 )
-def test_command_is_refused(cmd: str, reason: str) -> None:
+def test_command_is_refused(cmd: Any, reason: str) -> None:
     with pytest.raises(areal.WorkerCreationError) as refused:
         spec_of(SchedulingSpec(cmd=cmd))
     assert reason in str(refused.value)
