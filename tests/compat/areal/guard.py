@@ -5,6 +5,7 @@ Children run in a shell's pipeline, or in a session of their own when the reques
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -15,6 +16,8 @@ import sys
 import threading
 from http.server import ThreadingHTTPServer
 from typing import Any
+
+import psutil
 
 from tests.compat.areal.service import ADDRESS, Handler, options
 
@@ -43,12 +46,11 @@ def fork(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def kill_forked_worker(given: dict[str, Any]) -> dict[str, Any]:
-    import psutil
-
     child = children.pop((given["role"], given["worker_index"]))
     tree = psutil.Process(child.pid).children(recursive=True)
-    for each in [*tree, child]:
-        each.terminate()
+    for each in [*tree, psutil.Process(child.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended with another one
+            each.terminate()
     child.wait()
     return {"status": "success"}
 
