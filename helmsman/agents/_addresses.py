@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import ipaddress
 import re
 import socket
@@ -44,14 +46,44 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def listen_on_all(port: int) -> socket.socket:
-    """Listen on all addresses of IPv6, and of IPv4 where the system can serve both.
+async def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Listen on the addresses of a host; on all of IPv6 and IPv4 if they stand for all.
+
+    Args:
+        host: Address or name; '' for all addresses.
+        port: Port; 0 for a free one.
+        backlog: Length of the queues of connections in the kernel.
 
     Raises:
-        OSError: The port is taken, or the system has no IPv6.
+        OSError: The port is taken, or no address is this node's.
+        UnicodeError: The host is not a name.
+        OverflowError: The port is not one.
     """
     both = socket.has_dualstack_ipv6()
-    return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=both)
+    host = host or ("::" if both else "0.0.0.0")
+    if ":" in host and is_all(host):
+        family = socket.AF_INET6
+        return [
+            socket.create_server(("::", port), family=family, backlog=backlog, dualstack_ipv6=both)
+        ]
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    sockets: list[socket.socket] = []
+    failed: OSError | None = None
+    for family, address in dict.fromkeys((each[0], each[4]) for each in found):
+        try:
+            sockets.append(socket.create_server(address, family=family, backlog=backlog))
+        except OSError as error:
+            # A name may have addresses of a family that this node lacks.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                for each in sockets:
+                    each.close()
+                raise
+            failed = error
+    if not sockets and failed is not None:
+        raise failed
+    return sockets
 
 
 def is_all(address: str) -> bool:

@@ -63,6 +63,10 @@ class Registry:
         session = self._by_key.get(_digest(key))
         return session if session is not None and session_id in (None, session.id) else None
 
+    def knows(self, key: str) -> bool:
+        """Return whether a key is the gateway's or an open session's."""
+        return self.find(None, key) is not None or self.opens_sessions(key)
+
     def opens_sessions(self, key: str) -> bool:
         """Return whether a key is the gateway's."""
         return hmac.compare_digest(_digest(key), _digest(self.key))

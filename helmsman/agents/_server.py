@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import logging
 import math
-import socket
-from collections.abc import Awaitable, Callable
+import re
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from helmsman import HelmsmanError
-from helmsman.agents._addresses import is_all, listen_on_all, url_of_request
+from helmsman.agents._addresses import listen, url_of_request
 from helmsman.agents._dialects.base import Dialect
+from helmsman.agents._entrance import BACKLOG, Entrance, Verdict, in_use
 from helmsman.agents._messages import BadRequestError
 from helmsman.agents._registry import Registry
 from helmsman.agents._session import DIALECT_PATHS, DIALECTS, AgentSession
 from helmsman.agents._turns import RequestKey, TurnRequest, Turns
+from helmsman.api.refusals import RefusalLog
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +35,11 @@ _BODY_S = 60.0
 _MAX_DEPTH = 200
 """Largest depth of arrays and objects in a body, since templates and encoders recurse into it."""
 _PING_S = 10.0
+_IDLE_S = 620.0
+"""Seconds after which an idle connection ends; longer than those of the usual load balancers, which
+would send requests into connections that end."""
+_LINGER_S = 1.0
+"""Longest time in seconds for the rest of a body whose request was refused. It is dropped."""
 _SHUTDOWN_S = 1.0
 _RETRY_AFTER_S = 1
 
@@ -54,13 +65,21 @@ async def serve(
     app.router.add_post("/sessions", handlers.open)
     app.router.add_post("/sessions/{id}/{verb:reward|finish}", handlers.reward)
     app.router.add_route("*", "/{tail:.*}", handlers.unknown)
+    refusals = RefusalLog(functools.partial(log.warning, "agents' gateway: %s"))
     # A client that disconnects cancels its turn.
     runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
+        app,
+        access_log=None,
+        logger=_ServerLog(refusals),
+        handler_cancellation=True,
+        keepalive_timeout=_IDLE_S,
+        lingering_time=_LINGER_S,
+        shutdown_timeout=_SHUTDOWN_S,
     )
     await runner.setup()
+    assert runner.server is not None
     try:
-        await _site(runner, host, port).start()
+        listeners = await listen(host, port, BACKLOG)
     except (OSError, UnicodeError, OverflowError) as error:  # the last two: host, port
         await runner.cleanup()
         raise OSError(
@@ -70,16 +89,70 @@ async def serve(
     except BaseException:
         await runner.cleanup()
         raise
-    bound, port = runner.addresses[0][:2]
-    return runner.cleanup, str(bound), int(port)
+    bound, port = listeners[0].getsockname()[:2]
+    entrance = Entrance(listeners, functools.partial(_verdict, registry), runner.server, refusals)
+
+    async def stop() -> None:
+        entrance.close()
+        await runner.cleanup()
+
+    return stop, str(bound), int(port)
 
 
-def _site(runner: web.AppRunner, host: str, port: int) -> web.BaseSite:
-    if not host:
-        host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-    if ":" in host and is_all(host):  # asyncio would leave out IPv4
-        return web.SockSite(runner, listen_on_all(port))
-    return web.TCPSite(runner, host, port)
+class _ServerLog(logging.Logger):
+    """Log of aiohttp, whose records have the requests of clients with their keys."""
+
+    def __init__(self, refusals: RefusalLog) -> None:
+        super().__init__("helmsman.agents.aiohttp", logging.WARNING)
+        self._refusals = refusals
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Count malformed requests; log other errors without values."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            host = str(record.args[0]) if isinstance(record.args, tuple) else "this network"
+            self._refusals.note("was refused: it sent a malformed request", host)
+        elif error is not None:
+            log.error("the gateway's server failed: %s", _without_values(error))
+
+
+_REQUEST_LINE = re.compile(rb"[!-~]+ ([!-~]+) HTTP/1\.[01]")
+
+
+def _verdict(registry: Registry, head: bytes) -> Verdict | None:
+    """Return why the first request of a connection is refused; None if it has a key."""
+    first, *lines = head.split(b"\r\n")
+    found = _REQUEST_LINE.fullmatch(first)
+    if found is None or any(b"\n" in line for line in lines):
+        error = BadRequestError("the request is not HTTP/1.1")
+        return Verdict(reason="sent a malformed request", answer=_answer("", error))
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.decode("utf-8", "surrogateescape").partition(":")
+        headers.setdefault(name.lower(), value.strip())
+    if registry.knows(_key(headers)):
+        return None
+    path = found[1].decode().partition("?")[0]
+    return Verdict(reason="showed no valid key", answer=_answer(path, _no_key(path)))
+
+
+def _no_key(path: str) -> BadRequestError:
+    message = "this key cannot open sessions; use the gateway's key"
+    if path.strip("/") != "sessions":
+        message = (
+            "the key does not open this session: it is another session's, or the session has ended"
+        )
+    return BadRequestError(message, code="invalid_api_key", status=401)
+
+
+def _answer(path: str, error: BadRequestError) -> bytes:
+    """Return a whole response that ends its connection."""
+    body = json.dumps(_error_body(path, error.status, str(error), error.field, error.code)).encode()
+    return (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        "Content-Type: application/json; charset=utf-8\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    ).encode() + body
 
 
 class _Handlers:
@@ -91,7 +164,7 @@ class _Handlers:
     async def turn(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of any dialect."""
         session = self._session(request)
-        dialect = session.dialect(_api_path(request))
+        dialect = session.dialect(_api_path(request.path))
         data = await _data(request)
         body = _body(data)
         chat, key = dialect.read(body), _request_key(request, data)
@@ -144,12 +217,8 @@ class _Handlers:
 
     async def open(self, request: web.Request) -> web.StreamResponse:
         """Open a session for an outside agent, which has the gateway's key."""
-        if not self._registry.opens_sessions(_key(request)):
-            raise BadRequestError(
-                "this key cannot open sessions; use the gateway's key",
-                code="invalid_api_key",
-                status=401,
-            )
+        if not self._registry.opens_sessions(_key(request.headers)):
+            raise _no_key(request.path)
         body = _body(await _data(request, empty=b"{}"))
         name, metadata = body.get("name"), body.get("metadata") or {}
         if not isinstance(name, str | None) or not isinstance(metadata, dict):
@@ -162,8 +231,8 @@ class _Handlers:
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
         """Set the reward of a session or of a turn; ``finish`` also ends an outside session."""
-        body = _body(await _data(request, empty=b"{}"))
         session = self._session(request)
+        body = _body(await _data(request, empty=b"{}"))
         ends = request.match_info["verb"] == "finish"
         reward, turn = body.get("reward"), body.get("turn")
         if not ((reward is None and ends) or _is_number(reward)):
@@ -190,14 +259,9 @@ class _Handlers:
         )
 
     def _session(self, request: web.Request) -> AgentSession:
-        session = self._registry.find(request.match_info.get("id"), _key(request))
+        session = self._registry.find(request.match_info.get("id"), _key(request.headers))
         if session is None:
-            raise BadRequestError(
-                "the key does not open this session: it is another session's, or the session has "
-                "ended",
-                code="invalid_api_key",
-                status=401,
-            )
+            raise _no_key(request.path)
         return session
 
 
@@ -217,13 +281,13 @@ def _url(request: web.Request) -> str:
     return url_of_request(request.headers.get("Host", ""), *address)
 
 
-def _api_path(request: web.Request) -> str:
-    return request.path.rpartition("/v1/")[2]
+def _api_path(path: str) -> str:
+    return path.rpartition("/v1/")[2]
 
 
-def _key(request: web.Request) -> str:
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+def _key(headers: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 async def _data(request: web.Request, empty: bytes = b"") -> bytes:
@@ -306,7 +370,8 @@ async def _failures(
 ) -> web.StreamResponse:
     """Answer failed requests in the vendor's form."""
     try:
-        return await handler(request)
+        with in_use(request.transport):
+            return await handler(request)
     except ConnectionError:
         raise  # no one reads an answer
     except Exception as error:  # noqa: BLE001 - the end of a request
@@ -324,9 +389,19 @@ def _failure(error: Exception, request: web.Request) -> web.Response:
         log.warning("a turn failed: %s", error)
     else:
         status, code, message = 500, "internal_error", "the gateway failed; see the script's log"
-        log.error("a request failed (%s)", request.path, exc_info=error)
+        log.error("a request failed (%s): %s", _api_path(request.path), _without_values(error))
     if status in (429, 503):
         headers["Retry-After"] = str(_RETRY_AFTER_S)
-    dialect = DIALECTS.get(_api_path(request)) or DIALECTS["chat/completions"]
-    body = dialect.error(status, message, field=field, code=code)
+    body = _error_body(request.path, status, message, field, code)
     return web.json_response(body, status=status, headers=headers)
+
+
+def _error_body(path: str, status: int, message: str, field: str, code: str) -> dict[str, Any]:
+    dialect = DIALECTS.get(_api_path(path)) or DIALECTS["chat/completions"]
+    return dialect.error(status, message, field=field, code=code)
+
+
+def _without_values(error: BaseException) -> str:
+    """Describe an error without its message, which may have parts of a request."""
+    places = "".join(traceback.format_tb(error.__traceback__))
+    return f"{type(error).__name__}\n{places}"

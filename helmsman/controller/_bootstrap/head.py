@@ -13,6 +13,7 @@ import msgspec
 
 from helmsman.api.errors import BootstrapError, BootstrapExit, PreflightError
 from helmsman.api.plan import ranges
+from helmsman.api.refusals import RefusalLog
 from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._bootstrap.async_utils import (
     StatusPrinter,
@@ -37,7 +38,7 @@ from helmsman.controller._bootstrap.node_plan import NodePlan, node_environ, ray
 from helmsman.controller._bootstrap.ray_process import NodeSeen, NodeView, RayProcess
 from helmsman.controller._node.run_registry import RUN_VARIABLE
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, guard
-from helmsman.rpc_server._server.authenticated_server import BACKLOG, Door, RefusalLog
+from helmsman.rpc_server._server.authenticated_server import BACKLOG, Door
 from helmsman.rpc_server._wire.tls import server_tls
 
 _POLL_S = 0.1

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from helmsman.api.errors import ProtocolError
+from helmsman.api.refusals import RefusalLog
 from helmsman.controller._bootstrap.connection import (
     Ended,
     Heartbeat,
@@ -28,7 +29,7 @@ from helmsman.controller._bootstrap.connection import (
     connect,
     proof_key,
 )
-from helmsman.rpc_server._server.authenticated_server import Door, RefusalLog
+from helmsman.rpc_server._server.authenticated_server import Door
 from helmsman.rpc_server._wire import auth
 from helmsman.rpc_server._wire.stream import Stream
 from helmsman.rpc_server._wire.tls import server_tls

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server._server.authenticated_server import RefusalLog
+from helmsman.api.refusals import RefusalLog
 from helmsman.rpc_server._wire.auth import authenticate_connector
 from helmsman.rpc_server._wire.stream import Stream
 
