@@ -18,6 +18,11 @@ PlacementStrategy = Literal["shared", "separate", "deferred"]
 NodePacking = Literal["pack", "spread", "strict_spread"]
 StrategyType = Literal["separation", "colocation"]
 
+MAX_REPLICAS = 100_000
+"""Maximum workers of a job; plans take memory and time for each."""
+MAX_AMOUNT = 1e15
+"""Maximum amount of a resource; the sums of larger ones are not exact."""
+
 
 class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """The resources and environment of one worker."""
@@ -148,8 +153,8 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         self._require_types()
         if not self.role or "/" in self.role or self.role != self.role.strip():
             raise self._wrong("role", self.role, "a name without '/' or blanks at its ends")
-        if self.replicas < 1:
-            raise self._wrong("replicas", self.replicas, "1 or more")
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise self._wrong("replicas", self.replicas, f"1 or more, at most {MAX_REPLICAS:,}")
         if len(self.tasks) not in (1, self.replicas):
             expected = f"1 spec, which all replicas share, or {self.replicas}, one for each"
             raise self._wrong("the number of tasks", len(self.tasks), expected)
@@ -157,8 +162,8 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
             amounts = {field: getattr(spec, field) for field in ("cpu", "gpu", "mem", "port_count")}
             amounts |= {f"resources[{name!r}]": amount for name, amount in spec.resources.items()}
             for field, amount in amounts.items():
-                if not (0 <= amount < math.inf):
-                    raise self._wrong(field, amount, "0 or more")
+                if not (0 <= amount <= MAX_AMOUNT):
+                    raise self._wrong(field, amount, f"0 or more, at most {MAX_AMOUNT:g}")
             if isinstance(spec.cmd_ready, float | int) and not 0 <= spec.cmd_ready < math.inf:
                 raise self._wrong("cmd_ready", spec.cmd_ready, "0 or more seconds")
             if spec.gpu != int(spec.gpu):

@@ -181,8 +181,6 @@ def _observe_cluster(
 
 def _plan(options: argparse.Namespace) -> int:
     jobs = load_jobs(options.file)
-    for job in jobs:
-        job.validate()
     holders = ""
     if options.cluster:
         snapshot = load_cluster(options.cluster)

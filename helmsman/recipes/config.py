@@ -9,7 +9,6 @@ import json
 import os
 import re
 import textwrap
-import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +17,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from helmsman.api.config_files import read_config
 from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.plain import plain
 from helmsman.api.suggestions import did_you_mean
-from helmsman.api.yaml_text import read_yaml
 from helmsman.recipes.choosing import CHOSEN, Choice, choose
 from helmsman.recipes.resolving import resolve, told
 from helmsman.recipes.settings import RunSettings
@@ -189,26 +188,15 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 def _parse(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-    if path.suffix == ".toml":
-        try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path}: {error}") from error
-    try:
-        import yaml
+        return read_config(path)
     except ModuleNotFoundError as error:
         raise BackendNotInstalledError(
             backend="a YAML file",
             package="yaml",
             command="pip install pyyaml   (or write the file in TOML)",
         ) from error
-    try:
-        return read_yaml(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
