@@ -17,18 +17,32 @@ from helmsman.api.refusals import RefusalLog
 BACKLOG = 1024
 """Length of a listener's queue of connections in the kernel."""
 
-_MAX_UNKNOWN = 1024
-_MAX_HEAD_BYTES = 32 << 10
-_HEAD_S = 10.0
-"""Longest time in seconds until a peer has shown a key, however it spreads its bytes."""
-_GRACE_S = 0.5
-"""Time in seconds that each peer has to show a key before newer ones evict it."""
-_LINGER_S = 1.0
-_LINGER_BYTES = 1 << 20
-"""Limits for bytes that a refused peer still sends. They are dropped: a connection closed before
-its peer has sent all may lose the answer."""
 _ACCEPT_PAUSE_S = 0.1
+_SHORT = (
+    "only the script's reserve of descriptors was left. Raise the limit of open files (ulimit -n)"
+)
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
+
+
+class EntranceLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of connections whose peers have not shown a key."""
+
+    max_unknown: int = 1024
+    """Maximum number of them; it is also at most half of the descriptors for connections."""
+    max_head_bytes: int = 32 << 10
+    """Maximum bytes of the first request's head."""
+    head_s: float = 10.0
+    """Longest time in seconds until a peer has shown a key, however it spreads its bytes."""
+    grace_s: float = 0.5
+    """Time in seconds that each peer has before newer ones evict it."""
+    linger_s: float = 1.0
+    """Longest time in seconds in which a refused peer may send on. Its bytes are dropped; a
+    connection that is closed before its peer has sent all may lose the answer."""
+    max_linger_bytes: int = 1 << 20
+    """Maximum bytes that a refused peer may send on."""
+
+
+_LIMITS = EntranceLimits()
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -54,6 +68,7 @@ class Entrance:
         judge: Returns why a request is refused, given its head; None if it has a key.
         make: Makes the protocol that serves a connection from its first request on.
         refusals: Log of refused connections.
+        limits: Limits of connections whose peers have not shown a key.
     """
 
     def __init__(
@@ -62,8 +77,9 @@ class Entrance:
         judge: Callable[[bytes], Verdict | None],
         make: Callable[[], asyncio.Protocol],
         refusals: RefusalLog,
+        limits: EntranceLimits = _LIMITS,
     ) -> None:
-        self.judge, self.make = judge, make
+        self.judge, self.make, self.limits = judge, make, limits
         self._listeners, self._refusals = listeners, refusals
         self._loop = asyncio.get_running_loop()
         self._unknown: dict[_Connection, None] = {}
@@ -102,11 +118,14 @@ class Entrance:
 
     def _accept(self, listener: socket.socket) -> None:
         # One at a time, so that other connections progress however fast new ones arrive.
-        most_open, most_unknown = _limits()
-        evicted = self._oldest() if len(self._unknown) >= most_unknown else None
-        if evicted is not None and (left_s := evicted.since + _GRACE_S - self._loop.time()) > 0:
-            self._stop_accepting(left_s)
-            return
+        most_open = _max_descriptors()
+        evicted = None
+        if len(self._unknown) >= min(self.limits.max_unknown, most_open // 2):
+            evicted = self._oldest()
+            left_s = evicted.since + self.limits.grace_s - self._loop.time()
+            if left_s > 0:
+                self._stop_accepting(left_s)
+                return
         try:
             accepted, address = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -121,11 +140,7 @@ class Entrance:
         # The system gives the lowest free descriptor, so all lower ones are in use.
         if accepted.fileno() >= most_open and not self._make_room():
             accepted.close()
-            self.note(
-                f"came while all of the script's {most_open} descriptors for connections were in "
-                "use. Raise the limit of open files (ulimit -n)",
-                address[0],
-            )
+            self.note(f"came while {_SHORT}", address[0])
             return
         accepted.setblocking(False)
         connection = _Connection(self, address[0])
@@ -148,7 +163,9 @@ class Entrance:
             return True
         idle = [each for each in self._known if each.num_requests == 0]
         if idle:
-            min(idle, key=lambda each: each.used_at).abort()
+            oldest = min(idle, key=lambda each: each.used_at)
+            self.note(f"was idle while {_SHORT}", oldest.host)
+            oldest.abort()
         return bool(idle)
 
     def _evict(self, connection: _Connection) -> None:
@@ -190,7 +207,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._num_dropped: int | None = None
         """Bytes dropped since the refusal; None without one."""
-        self._timer = self._loop.call_later(_HEAD_S, self._expire)
+        self._timer = self._loop.call_later(entrance.limits.head_s, self._expire)
         self._is_aborted = False
 
     @contextlib.contextmanager
@@ -222,21 +239,20 @@ class _Connection(asyncio.Protocol):
             self._inner.data_received(data)
         elif self._num_dropped is not None:
             self._num_dropped += len(data)
-            if self._num_dropped > _LINGER_BYTES:
+            if self._num_dropped > self._entrance.limits.max_linger_bytes:
                 self.abort()
         elif not self._is_aborted:
             self._read_head(data)
 
     def _read_head(self, data: bytes) -> None:
-        searched = max(0, len(self._head) - 3)
+        most, searched = self._entrance.limits.max_head_bytes, max(0, len(self._head) - 3)
         # Lines before a request are ignored, as RFC 9112 recommends.
         self._head += data if self._head else data.lstrip(b"\r\n")
         if not self._head:
             return
         found = _HEAD_END.search(self._head, searched)
-        if (len(self._head) if found is None else found.end()) > _MAX_HEAD_BYTES:
-            limit = f"{_MAX_HEAD_BYTES >> 10} KiB"
-            self._refuse(Verdict(f"sent a head of more than {limit}", _TOO_LARGE))
+        if (len(self._head) if found is None else found.end()) > most:
+            self._refuse(Verdict(f"sent a head of more than {most >> 10} KiB", _TOO_LARGE))
         elif found is not None or not self._head[:1].isalpha():  # the latter: TLS
             verdict = self._entrance.judge(bytes(self._head[: found and found.end()]))
             if verdict is None:
@@ -258,12 +274,12 @@ class _Connection(asyncio.Protocol):
         self._entrance.note(verdict.reason, self.host)
         self._head, self._num_dropped = bytearray(), 0
         self._timer.cancel()
-        self._timer = self._loop.call_later(_LINGER_S, self.abort)
+        self._timer = self._loop.call_later(self._entrance.limits.linger_s, self.abort)
         self._transport.write(verdict.answer)
         self._transport.write_eof()
 
     def _expire(self) -> None:
-        self._entrance.note(f"showed no key within {_HEAD_S:g} s", self.host)
+        self._entrance.note(f"showed no key within {self._entrance.limits.head_s:g} s", self.host)
         self.abort()
 
     def eof_received(self) -> bool | None:
@@ -293,10 +309,9 @@ def in_use(transport: asyncio.BaseTransport | None) -> contextlib.AbstractContex
     return connection.in_use() if isinstance(connection, _Connection) else contextlib.nullcontext()
 
 
-def _limits() -> tuple[int, int]:
-    """Return the number of descriptors for all but the reserve, and of unknown connections."""
+def _max_descriptors() -> int:
+    """Return the number of open descriptors beyond which the rest is kept in reserve."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = 1 << 20
-    most_open = soft - min(soft // 8, 1024)
-    return most_open, min(most_open // 2, _MAX_UNKNOWN)
+    return soft - min(soft // 8, 1024)

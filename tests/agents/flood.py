@@ -1,7 +1,8 @@
-"""Hostile peers of a gateway in a process of their own: ``python -m tests.agents.flood PORT NUM KIND...``.
+"""Hostile peers of a gateway, in a process of their own.
 
-Each peer comes again when it is refused. The process prints "ready" once each has connected, and
-"served" for a response other than a refusal.
+``python -m tests.agents.flood PORT NUM KIND...`` holds NUM connections of these kinds. Each peer
+comes again when it is refused. The process prints "ready" once each has connected, and "served"
+for a response other than a refusal.
 """
 
 from __future__ import annotations

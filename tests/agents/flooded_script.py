@@ -37,9 +37,10 @@ async def _turns(gateway: AgentGateway) -> int:
     num_done = 0
     async with gateway.session() as session, gateway.session() as other:
         connector = aiohttp.TCPConnector(force_close=True)
-        async with aiohttp.ClientSession() as kept, aiohttp.ClientSession(
-            connector=connector
-        ) as new:
+        async with (
+            aiohttp.ClientSession() as kept,
+            aiohttp.ClientSession(connector=connector) as new,
+        ):
             for _ in range(NUM_TURNS):
                 for client, each in ((kept, session), (new, other)):
                     headers = {"x-api-key": each.key}

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import socket
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any
+from wsgiref import simple_server
 
 from helmsman.api.extras import needed_by
 from helmsman.api.run_state import RunSnapshot
+from helmsman.controller._operator.connections import BoundedThreads
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run, take_snapshot
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -79,6 +83,19 @@ def samples(run: RunSnapshot) -> dict[tuple[str, tuple[str, ...]], float]:
     return found
 
 
+class _Server(BoundedThreads, simple_server.WSGIServer):
+    """Serves a WSGI application."""
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(simple_server.WSGIRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
 def serve(run: FoundRun, host: str, port: int) -> None:
     """Serve the metrics of a run at http://HOST:PORT/metrics until it has ended.
 
@@ -108,7 +125,10 @@ def serve(run: FoundRun, host: str, port: int) -> None:
 
     registry = prometheus_client.CollectorRegistry()
     registry.register(Run())
-    server, _ = prometheus_client.start_http_server(port, host, registry)
+    app = prometheus_client.make_wsgi_app(registry)
+    server_class = _ServerV6 if ":" in host else _Server
+    server = simple_server.make_server(host, port, app, server_class, _Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"metrics at http://{host}:{server.server_port}/metrics", flush=True)
     try:
         while take() is not None:

@@ -16,6 +16,7 @@ import msgspec
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.run_state import RunSnapshot, WorkerSnapshot
 from helmsman.controller._diagnosis.texts import is_well, stack_text, state_of
+from helmsman.controller._operator.connections import BoundedThreads
 from helmsman.controller._operator.logs import find_logs, read_lines
 from helmsman.controller._operator.recordings import Timeline, read_timeline
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run, take_snapshot
@@ -111,13 +112,11 @@ def _detail(run: FoundRun, worker: WorkerSnapshot) -> dict[str, Any]:
     return {"stacks": text, "log": log[-_MOST_LINES:]}
 
 
-class Server(http.server.ThreadingHTTPServer):
+class Server(BoundedThreads, http.server.HTTPServer):
     """Serves the page of a run on a port of 127.0.0.1, to the holder of a token.
 
     With port 0, it listens on any free one. Raises OSError if the port is not free.
     """
-
-    daemon_threads = True
 
     def __init__(self, run_id: str, port: int) -> None:
         self.run_id, self.token = run_id, secrets.token_urlsafe(24)
@@ -144,6 +143,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not is_here or not hmac.compare_digest(given.encode(), self.server.token.encode()):
             self._send(403, "text/plain", b"The address needs the token that helmsman ui printed.")
             return
+        self.server.keep(self.connection)
         if address == "/":
             self._send(200, "text/html", _page().encode())
             return

@@ -17,7 +17,7 @@ from helmsman.api.suggestions import did_you_mean
 from helmsman.controller._placement.resources import ClusterSnapshot, NodeState, Resources
 
 T = TypeVar("T")
-_MAX_JOBS = 256
+_MAX_JOBS = 64
 _MAX_NODES = 100_000
 _MAX_DEVICES = 1_000_000
 _MAX_NAME = 253
