@@ -9,6 +9,7 @@ import re
 import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import msgspec
 
@@ -91,11 +92,12 @@ class Entrance:
             listener.setblocking(False)
         self._resume()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Refuse further connections, and end those without a key."""
         self._stop_accepting()
         for listener in self._listeners:
             listener.close()
+        await asyncio.gather(*self._starting, return_exceptions=True)
         for each in list(self._unknown):
             each.abort()
         self._refusals.close()
@@ -169,7 +171,8 @@ class Entrance:
         return bool(idle)
 
     def _evict(self, connection: _Connection) -> None:
-        self.note("had shown no key when newer connections evicted it", connection.host)
+        if not connection.is_refused:
+            self.note("had shown no key when newer connections evicted it", connection.host)
         connection.abort()
 
     def _stop_accepting(self, pause_s: float | None = None) -> None:
@@ -210,6 +213,11 @@ class _Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(entrance.limits.head_s, self._expire)
         self._is_aborted = False
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether its peer was answered with a refusal."""
+        return self._num_dropped is not None
+
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Count a request in progress while the body runs."""
@@ -229,10 +237,9 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         if self._is_aborted:
-            transport.abort()
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._inner is not None:

@@ -93,7 +93,7 @@ async def serve(
     entrance = Entrance(listeners, functools.partial(_verdict, registry), runner.server, refusals)
 
     async def stop() -> None:
-        entrance.close()
+        await entrance.close()
         await runner.cleanup()
 
     return stop, str(bound), int(port)

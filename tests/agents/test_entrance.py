@@ -7,6 +7,7 @@ import contextlib
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
+from typing import cast
 
 import pytest
 
@@ -22,8 +23,7 @@ class Echo(asyncio.Protocol):
     """Serves the peers that have a key."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.transport.write(data)
@@ -71,7 +71,7 @@ async def world(
         EntranceLimits(max_unknown=max_unknown, head_s=head_s, grace_s=grace_s, linger_s=linger_s),
     )
     yield made
-    made.entrance.close()
+    await made.entrance.close()
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:

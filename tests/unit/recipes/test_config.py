@@ -352,3 +352,10 @@ def test_settings_documented() -> None:
         "docs/recipes.md has other keys; replace its table by key_table(GRPOSettings)"
     )
     assert all(f"`{name}`" in config.key_table(GRPOSettings) for name in ENGINES)
+
+
+def test_config_beyond_limits(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("a: " + "[" * 100_000)
+    with pytest.raises(ValueError, match=r"run\.yaml: values are nested in more than 64 levels"):
+        config.load(GRPOSettings, path)

@@ -104,6 +104,39 @@ nodes:
         (load_cluster, "- {count: 2, name: '{nr}'}", ["nodes[0].name", "'{nr}'"]),
         (load_cluster, "- {count: 2, name: same}", ["nodes[0].name", "'same' twice", "{index}"]),
         (load_cluster, "- {gpu: 1.5}", ["nodes[0].gpu", "Expected `int`"]),
+        (
+            load_jobs,
+            "- {role: a}\n- {role: b, replicas: 1000000000}",
+            ["jobs[1]", "replicas is 1000000000; expected 1 or more, at most 100,000"],
+        ),
+        (
+            load_jobs,
+            "- {role: a, replicas: 60000}\n- {role: b, replicas: 70000}",
+            ["jobs[1].replicas", "70,000 here, 130,000 in the file, expected at most 100,000"],
+        ),
+        (load_jobs, "- {role: a, replicas: 1e400}", ["jobs[0].replicas", "Expected `int`"]),
+        (load_jobs, "- {role: a, tasks: [{cpu: .nan}]}", ["jobs[0]", "cpu is nan; expected 0"]),
+        (load_jobs, "- {role: a, tasks: [{cpu: 1e308}]}", ["jobs[0]", "at most 1e+15"]),
+        (load_jobs, "- {role: a}\n" * 65, ["jobs", "65 entries, expected at most 64"]),
+        (load_jobs, "- [" + "x," * 1000 + "]", ["jobs[0]", "expected the fields of a Job, got ["]),
+        (
+            load_cluster,
+            "- {count: 1000000000}",
+            ["nodes[0].count", "1,000,000,000 here", "expected at most 100,000"],
+        ),
+        (load_cluster, "- {gpu: 1000000000}", ["nodes[0].devices", "expected at most 1,000,000"]),
+        (load_cluster, "- {count: -1}", ["nodes[0].count", "-1, expected 0 or more"]),
+        (load_cluster, "- {free: {cpu: .inf}}", ["nodes[0].free.cpu", "inf, expected 0 or more"]),
+        (
+            load_cluster,
+            "- {name: '{index:1000000000}'}",
+            ["nodes[0].name", "the format has a width of more than 3 digits"],
+        ),
+        (
+            load_cluster,
+            "- {count: 1000, name: '{index:{index}}'}",
+            ["nodes[0].name", "the name has 254 characters, expected at most 253"],
+        ),
     ],
 )
 def test_load_names_the_place_of_an_error(
@@ -114,6 +147,7 @@ def test_load_names_the_place_of_an_error(
     with pytest.raises(JobsFileError) as caught:
         load(str(path))
     assert [fact for fact in (str(path), *facts) if fact not in str(caught.value)] == []
+    assert len(str(caught.value)) < 500
 
 
 def test_load_jobs_missing_file() -> None:
