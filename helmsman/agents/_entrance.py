@@ -84,8 +84,8 @@ class Entrance:
         self._listeners, self._refusals = listeners, refusals
         self._loop = asyncio.get_running_loop()
         self._unknown: dict[_Connection, None] = {}
-        """Connections without a key, oldest first."""
-        self._known: set[_Connection] = set()
+        self._known: dict[_Connection, None] = {}
+        """Connections without and with a key, each oldest first."""
         self._starting: set[asyncio.Task[object]] = set()
         self._pause: asyncio.TimerHandle | None = None
         for listener in listeners:
@@ -105,13 +105,13 @@ class Entrance:
     def know(self, connection: _Connection) -> None:
         """Count a connection among those with a key."""
         del self._unknown[connection]
-        self._known.add(connection)
+        self._known[connection] = None
         self._resume_early()
 
     def forget(self, connection: _Connection) -> None:
         """Count a connection no more."""
         self._unknown.pop(connection, None)
-        self._known.discard(connection)
+        self._known.pop(connection, None)
         self._resume_early()
 
     def note(self, reason: str, host: str) -> None:
@@ -312,7 +312,7 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close
 
 def in_use(transport: asyncio.BaseTransport | None) -> contextlib.AbstractContextManager[None]:
     """Count a request in progress on a connection, which keeps it from being evicted as idle."""
-    connection = None if transport is None else transport.get_protocol()  # type: ignore[attr-defined]
+    connection = None if transport is None else transport.get_protocol()
     return connection.in_use() if isinstance(connection, _Connection) else contextlib.nullcontext()
 
 

@@ -60,7 +60,7 @@ def _observe(flood_arguments: Sequence[str]) -> dict[str, object]:
         ) as rollout,
         AgentGateway(rollout, plain_tokenizer()) as gateway,
     ):
-        found = {"turns before": asyncio.run(_turns(gateway))}
+        found: dict[str, object] = {"turns before": asyncio.run(_turns(gateway))}
         before = _memory_bytes()
         port = gateway.url.rpartition(":")[2]
         with subprocess.Popen(
@@ -72,6 +72,7 @@ def _observe(flood_arguments: Sequence[str]) -> dict[str, object]:
             found["turns"] = asyncio.run(_turns(gateway))
             rollout.scale(3)
             (status, *_) = scheduler.status()
+            assert status.pid is not None
             os.kill(status.pid, signal.SIGKILL)
             rollout.remove([status.worker_id])
             rollout.add(1)
