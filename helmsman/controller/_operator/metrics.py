@@ -86,9 +86,10 @@ def samples(run: RunSnapshot) -> dict[tuple[str, tuple[str, ...]], float]:
 class _Server(BoundedThreads, simple_server.WSGIServer):
     """Serves a WSGI application."""
 
-
-class _ServerV6(_Server):
-    address_family = socket.AF_INET6
+    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, handler)
 
 
 class _Handler(simple_server.WSGIRequestHandler):
@@ -126,8 +127,7 @@ def serve(run: FoundRun, host: str, port: int) -> None:
     registry = prometheus_client.CollectorRegistry()
     registry.register(Run())
     app = prometheus_client.make_wsgi_app(registry)
-    server_class = _ServerV6 if ":" in host else _Server
-    server = simple_server.make_server(host, port, app, server_class, _Handler)
+    server = simple_server.make_server(host, port, app, _Server, _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"metrics at http://{host}:{server.server_port}/metrics", flush=True)
     try:
