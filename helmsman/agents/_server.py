@@ -112,8 +112,9 @@ class _ServerLog(logging.Logger):
         if isinstance(error, HttpProcessingError):
             host = str(record.args[0]) if isinstance(record.args, tuple) else "this network"
             self._refusals.note("was refused: it sent a malformed request", host)
-        elif error is not None:
-            log.error("the gateway's server failed: %s", _without_values(error))
+        else:
+            text = record.getMessage() if error is None else _without_values(error)
+            log.error("the gateway's server failed: %s", text)
 
 
 _REQUEST_LINE = re.compile(rb"[!-~]+ ([!-~]+) HTTP/1\.[01]")
