@@ -48,7 +48,6 @@ last change.
 """
 
 _END_S = 5.0
-_SOCKET_FOLDER = re.compile(rf"helmsman-({RUN_ID.pattern})-\w+")
 _UP_FOLDER = re.compile(rf"hm-{RUN_ID.pattern}")
 
 
@@ -69,7 +68,7 @@ class Leftover(msgspec.Struct, frozen=True):
     record: RunRecord | None
     processes: list[LeftProcess]
     folders: list[str]
-    """Folders for sockets and similar files, without logs."""
+    """Folders of Ray's files of a `helmsman up`, without logs."""
     logs: list[str] = []
     """Removable log directories in the default place."""
 
@@ -89,23 +88,17 @@ def leftovers(
     """
     # Read the records last: a run writes its record first, so every run found before has its record
     # by now.
-    folders, log_folders = _folders(), log_dirs()
+    log_folders = log_dirs()
     processes: dict[str, list[LeftProcess]] = {}
     for process in _marked():
         processes.setdefault(process.run_id, []).append(process)
     records = {record.run_id: (record, lives) for record, lives in read_runs()}
     found = []
-    for run_id in dict.fromkeys([*records, *processes, *folders]):
+    for run_id in dict.fromkeys([*records, *processes]):
         record, lives = records.get(run_id, (None, False))
-        state = (
-            "alive"
-            if lives
-            else "dead"
-            if record is not None or run_id not in processes
-            else "unknown"
-        )
-        own = folders.get(run_id, []) + _up_folders(record)
-        found.append(Leftover(run_id, state, record, processes.get(run_id, []), own))
+        state = "alive" if lives else "dead" if record is not None else "unknown"
+        own = processes.get(run_id, [])
+        found.append(Leftover(run_id, state, record, own, _up_folders(record)))
     living = {*alive, *(left.run_id for left in found if left.state != "dead")}
     removable = _removable_logs(log_folders, everything=logs, living=living)
     found = [msgspec.structs.replace(left, logs=removable.pop(left.run_id, [])) for left in found]
@@ -147,19 +140,6 @@ def _remove_trees(paths: Iterable[str]) -> list[str]:
         except OSError as error:
             problems.append(f"{path} cannot be removed: {error}")
     return problems
-
-
-def _folders() -> dict[str, list[str]]:
-    """Return this user's socket folders by run.
-
-    A folder without record and processes is left over, since a run writes its record first.
-    """
-    found: dict[str, list[str]] = {}
-    for path in sorted(Path(tempfile.gettempdir()).glob("helmsman-*")):
-        match = _SOCKET_FOLDER.fullmatch(path.name)
-        if match and is_own_directory(path):
-            found.setdefault(match[1], []).append(str(path))
-    return found
 
 
 def _up_folders(record: RunRecord | None) -> list[str]:

@@ -36,7 +36,7 @@ from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); run_id, *args = sys.argv[2:]; "
     "from helmsman.rpc_server._process.driver_watch import watch_driver; "
-    "watcher = watch_driver(int(args[1]), run_id, args[2]); "
+    "watcher = watch_driver(int(args[1]), run_id); "
     "from helmsman.rpc_server._server.forkserver import main; main(watcher, args)"
 )
 
@@ -64,21 +64,18 @@ class ForkServer(asyncio.Protocol):
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._spawned: dict[str, tuple[asyncio.Future[int], str]] = {}
-        """Pending spawn requests: socket path -> (future of the pid, tag)."""
+        """Pending spawn requests: address -> (future of the pid, tag)."""
         self._workers: dict[int, _Worker] = {}
         self.has_ended = False
         """Whether the forkserver has exited, and its workers with it."""
         self._ending: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
-        cls, run_id: str, run_dir: Path, log_path: Path, preload: Sequence[str]
-    ) -> ForkServer:
+    async def start(cls, run_id: str, log_path: Path, preload: Sequence[str]) -> ForkServer:
         """Start a forkserver, which accepts requests once its modules are imported.
 
         Args:
             run_id: Id of the run.
-            run_dir: Folder of the workers' sockets, which the forkserver removes when it exits.
             log_path: File for the forkserver's own output.
             preload: Modules that it imports before it forks.
         """
@@ -93,7 +90,7 @@ class ForkServer(asyncio.Protocol):
         ):
             # In a session of its own, so that the terminal's Ctrl-C reaches only the script, which
             # then ends its workers in order.
-            arguments = [run_id, str(theirs.fileno()), str(driver), str(run_dir), ",".join(preload)]
+            arguments = [run_id, str(theirs.fileno()), str(driver), ",".join(preload)]
             # A start blocks for a few milliseconds, once per run
             process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
@@ -122,7 +119,7 @@ class ForkServer(asyncio.Protocol):
             if isinstance(event, Spawned):
                 self._begun(event)
             elif isinstance(event, NotSpawned):
-                waiting, _ = self._spawned.pop(event.socket_path)
+                waiting, _ = self._spawned.pop(event.address)
                 if not waiting.cancelled():
                     waiting.set_exception(OSError(event.reason))
             elif isinstance(event, Exited):
@@ -131,7 +128,7 @@ class ForkServer(asyncio.Protocol):
                 self._workers[event.pid].survivors.set_result(event.survivors)
 
     def _begun(self, event: Spawned) -> None:
-        waiting, tag = self._spawned.pop(event.socket_path)
+        waiting, tag = self._spawned.pop(event.address)
         loop = asyncio.get_running_loop()
         self._workers[event.pid] = _Worker(tag, loop.create_future(), loop.create_future())
         if waiting.cancelled():
@@ -174,7 +171,7 @@ class ForkServer(asyncio.Protocol):
         if self.has_ended:
             raise self._error()
         waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._spawned[order.socket_path] = waiting, worker_tag(order.identity)
+        self._spawned[order.address] = waiting, worker_tag(order.identity)
         self._send(order)
         try:
             return await waiting

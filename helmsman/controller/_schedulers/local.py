@@ -9,7 +9,6 @@ import mmap
 import os
 import secrets
 import signal
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from helmsman.rpc_server._process.guardian import (
 )
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.pulse import find_page, observe
-from helmsman.rpc_server._process.safe_files import remove_tree
+from helmsman.rpc_server._server.channel import abstract_address
 from helmsman.rpc_server._server.forkserver import Spawn, worker_tag
 from helmsman.rpc_server._wire.auth import connect
 
@@ -100,33 +99,31 @@ class LocalBackend(Backend):
         self._key = secrets.token_bytes(32)
         self._server: ForkServer | None = None
         self._starting_server = asyncio.Lock()
-        self._run_dir: Path | None = None
 
     async def launch(self, start: Launch) -> list[WorkerClient]:
-        server, run_dir = await self._ensure_server()
+        server = await self._ensure_server()
         return await await_all(
-            self._start_worker(start, *pair, server, run_dir) for pair in start.places.items()
+            self._start_worker(start, *pair, server) for pair in start.places.items()
         )
 
-    async def _ensure_server(self) -> tuple[ForkServer, Path]:
+    async def _ensure_server(self) -> ForkServer:
         async with self._starting_server:
             if self._server is not None and self._server.has_ended:
                 await self.close()  # it was killed, with its workers; start another
                 self._server = None
-            if self._server is None or self._run_dir is None:
+            if self._server is None:
                 make_log_dir(self.run.log_dir, self.run.id)
-                self._run_dir = Path(tempfile.mkdtemp(prefix=f"helmsman-{self.run.id}-"))
                 self._server = await ForkServer.start(
-                    self.run.id, self._run_dir, self.run.log_dir / "forkserver.log", self._preload
+                    self.run.id, self.run.log_dir / "forkserver.log", self._preload
                 )
-            return self._server, self._run_dir
+            return self._server
 
     async def _start_worker(
-        self, start: Launch, rank: int, place: Placement, server: ForkServer, run_dir: Path
+        self, start: Launch, rank: int, place: Placement, server: ForkServer
     ) -> WorkerClient:
         identity = self.run.identity(start.job, rank, ADDRESS)
         devices = self._devices.environment(place.devices)
-        path = str(run_dir / f"{secrets.token_hex(6)}.sock")
+        path = abstract_address()
         environment = worker_environment(
             os.environ, start.job.spec(rank), devices, same_machine=True
         )
@@ -157,9 +154,6 @@ class LocalBackend(Backend):
     async def close(self) -> None:
         if self._server is not None:
             await self._server.stop(self.run.timeouts.shutdown_s)
-        if self._run_dir is not None:
-            with contextlib.suppress(OSError):  # the forkserver may have removed it
-                remove_tree(self._run_dir)
 
 
 class LocalProcess:

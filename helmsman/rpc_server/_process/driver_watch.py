@@ -45,7 +45,7 @@ def pidfd_of_this_process() -> Iterator[int]:
         os.close(pidfd)
 
 
-def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None = None) -> int:
+def watch_driver(driver: int, run_id: str, channel: int | None = None) -> int:
     """Mark this process, the forkserver, as one of the run, and fork a watcher.
 
     A thread cannot watch: an import may hold the interpreter lock, and a process that forks workers
@@ -54,7 +54,6 @@ def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None
     Args:
         driver: The driver's pidfd.
         run_id: The run.
-        folder: A folder without sub-folders to remove with the run; '' for none.
         channel: Connection to the driver. With it the run ends when the driver closes it, and
             continues if the forkserver exits; without it the run ends with the forkserver.
 
@@ -74,7 +73,7 @@ def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None
         return pid
     code = 1
     try:
-        _watch(driver, server, starter, run_id, folder, channel)
+        _watch(driver, server, starter, run_id, channel)
         code = 0
     except BaseException:  # noqa: BLE001 - the process's outermost frame: it ends here in any case
         sys.excepthook(*sys.exc_info())
@@ -82,9 +81,7 @@ def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None
         os._exit(code)
 
 
-def _watch(
-    driver: int, server: int, starter: int, run_id: str, folder: str, channel: int | None
-) -> None:
+def _watch(driver: int, server: int, starter: int, run_id: str, channel: int | None) -> None:
     os.setsid()
     set_title(f"helmsman: watcher (run {run_id})")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -115,8 +112,6 @@ def _watch(
         )
 
     end_all(left)
-    if folder:
-        _remove(folder)
 
 
 def _has_ended(pidfd: int) -> bool:
@@ -130,12 +125,3 @@ def _successors(starter: int, run_id: str) -> set[int]:
     table, members = process_table(), run_members(run_id)
     servers = {pid for pid in members if pid in table and table[pid].parent == starter}
     return servers.union(*(descendants(pid, table) for pid in servers))
-
-
-def _remove(folder: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # the forkserver has already removed it
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        for name in os.listdir(opened):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=opened)
-        os.rmdir(folder)

@@ -164,8 +164,7 @@ class Door:
 
 def _is_allowed(peer: socket.socket) -> bool:
     """Whether the peer may authenticate: on a Unix socket it must be a process of this user."""
-    if peer.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
-        # Without SO_PEERCRED, the socket's folder protects it: only its owner may enter.
+    if peer.family != socket.AF_UNIX:
         return True
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())

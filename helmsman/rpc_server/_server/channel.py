@@ -91,13 +91,19 @@ def listen_tcp(address: str, ports: range | None = None) -> socket.socket:
     )
 
 
-def listen_abstract() -> socket.socket:
-    """Listen on a Unix socket with a random name in Linux's abstract namespace.
+def abstract_address() -> str:
+    """Return a random name for a Unix socket in Linux's abstract namespace."""
+    return f"\0helmsman-{secrets.token_hex(16)}"
 
-    It has no file: nothing remains if the process is killed, and TMPDIR cannot be too long. Any
-    user may connect, so the server checks the peer's user id (AuthenticatedServer).
+
+def listen_abstract(address: str = "") -> socket.socket:
+    """Listen on a Unix socket in Linux's abstract namespace, with a random name by default.
+
+    It has no file: nothing remains if the process is killed, a cleaner of TMPDIR cannot remove it,
+    and TMPDIR cannot be too long. Any user may connect, so the server checks the peer's user id
+    (AuthenticatedServer).
     """
-    return _listening(socket.AF_UNIX, f"\0helmsman-{secrets.token_hex(16)}")
+    return _listening(socket.AF_UNIX, address or abstract_address())
 
 
 def _listening(family: int, address: str | tuple[str, int]) -> socket.socket:

@@ -2,8 +2,8 @@
 
 It runs no user code and has one thread, so it always answers. As their parent it receives the
 exit status of each worker. It also guarantees that nothing survives the driver: when its connection
-to the driver closes, or the driver's process ends, it ends all workers and their descendants,
-removes the run's folder and exits. If it cannot, its watcher does so (driver_watch.py).
+to the driver closes, or the driver's process ends, it ends all workers and their descendants, and
+exits. If it cannot, its watcher does so (driver_watch.py).
 
     driver <--- Unix socket pair ---> forkserver --- fork ---> workers
            Spawn, Kill ->
@@ -20,7 +20,6 @@ import os
 import select
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -39,12 +38,10 @@ from helmsman.rpc_server._process.driver_watch import NO_PIDFD
 from helmsman.rpc_server._process.environment import extend_search_path, preload, redirect_output
 from helmsman.rpc_server._process.main_thread import interrupt_engine
 from helmsman.rpc_server._process.pulse import Pulse
-from helmsman.rpc_server._process.safe_files import open_log, remove_tree
+from helmsman.rpc_server._process.safe_files import open_log
 from helmsman.rpc_server._process.stack_dump import offer_stacks
-from helmsman.rpc_server._server.authenticated_server import BACKLOG
-from helmsman.rpc_server._server.channel import ChannelServer
+from helmsman.rpc_server._server.channel import ChannelServer, listen_abstract
 from helmsman.rpc_server._wire.messages import WorkerIdentity
-from helmsman.rpc_server._wire.stream import fitting_path
 from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 NOTICE_S = 25.0
@@ -57,7 +54,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
     identity: WorkerIdentity
-    socket_path: str
+    address: str
+    """Abstract Unix socket on which the worker will listen."""
     key: bytes
     """The run's key."""
     env: dict[str, str]
@@ -73,16 +71,16 @@ class Kill(msgspec.Struct, frozen=True, tag=True):
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
-    socket_path: str
-    """Path in its Spawn."""
+    address: str
+    """That of its Spawn."""
     pid: int
 
 
 class NotSpawned(msgspec.Struct, frozen=True, tag=True):
     """A worker's log cannot be opened, or the system refused its socket or process."""
 
-    socket_path: str
-    """Path in its Spawn."""
+    address: str
+    """That of its Spawn."""
     reason: str
 
 
@@ -115,14 +113,12 @@ class _ForkServer:
         driver: The driver's pidfd: a child that the driver forked may hold the driver's end of the
             channel open.
         watcher: Pid of the process that ends the run if this one cannot.
-        run_dir: The run's folder.
     """
 
-    def __init__(self, channel: socket.socket, driver: int, watcher: int, run_dir: str) -> None:
+    def __init__(self, channel: socket.socket, driver: int, watcher: int) -> None:
         self._channel = channel
         self._driver = driver
         self._watcher = watcher
-        self._run_dir = run_dir
         self._workers: dict[int, str] = {}
         self._reader = FrameReader()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -171,7 +167,7 @@ class _ForkServer:
             # Opened before the fork, so that a failure is reported.
             log = open_log(order.identity.log_path, order.identity.run_id)
             try:
-                with listen(order.socket_path) as listener:
+                with listen_abstract(order.address) as listener:
                     # Listens before the fork, so that the controller can connect at once.
                     pid = os.fork()
                     if pid == 0:
@@ -181,10 +177,10 @@ class _ForkServer:
             finally:
                 os.close(log)
         except OSError as error:
-            self._tell(NotSpawned(order.socket_path, str(error)))
+            self._tell(NotSpawned(order.address, str(error)))
             return
         self._workers[pid] = worker_tag(order.identity)
-        self._tell(Spawned(order.socket_path, pid))
+        self._tell(Spawned(order.address, pid))
 
     def _reap(self) -> None:
         families: dict[int, str] = {}
@@ -208,8 +204,6 @@ class _ForkServer:
             guardian.end_family(pid, tag)
         me = os.getpid()
         guardian.wait_until(lambda: not self._kill_descendants(me), 5.0)
-        with contextlib.suppress(OSError):  # the controller removes it, too
-            remove_tree(self._run_dir)
 
     def _kill_descendants(self, me: int) -> bool:
         while True:
@@ -268,15 +262,6 @@ def _become_worker(
         os._exit(code)
 
 
-def listen(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with fitting_path(path) as address:
-        listener.bind(address)
-    os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
-    listener.listen(BACKLOG)
-    return listener
-
-
 def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) -> int:
     """Run a local worker until SHUTDOWN, with engine methods on this thread.
 
@@ -325,7 +310,7 @@ def _take_notice(host: EngineHost) -> None:
 
 
 def main(watcher: int, argv: list[str]) -> None:
-    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``.
+    """Entry point: ``FD DRIVER_PIDFD MODULE,MODULE,...``.
 
     Args:
         watcher: Pid of the watcher that watch_driver has returned.
@@ -337,5 +322,5 @@ def main(watcher: int, argv: list[str]) -> None:
     if driver != NO_PIDFD:
         os.set_inheritable(driver, False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    preload(filter(None, argv[3].split(",")))
-    _ForkServer(channel, driver, watcher, argv[2]).run()
+    preload(filter(None, argv[2].split(",")))
+    _ForkServer(channel, driver, watcher).run()

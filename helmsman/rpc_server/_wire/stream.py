@@ -6,18 +6,12 @@ asyncio's own streams do not return their socket, which a channel needs after au
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import socket
 import ssl
 import time
-from collections.abc import Iterator
 from typing import Any
 
 _BACKLOG_FULL_PAUSE_S = 0.01
-_MAX_SOCKET_PATH_BYTES = 103
-"""Longest socket path on every system (104 bytes with the final zero on macOS, 108 on Linux)."""
-
 _TCP_OPTIONS = {
     "TCP_KEEPIDLE": 60,
     "TCP_KEEPINTVL": 15,
@@ -163,8 +157,8 @@ def _settle(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def open_unix(path: str, limit_s: float) -> Stream:
-    """Connect to a Unix socket within ``limit_s`` seconds; abstract paths begin with a null byte.
+async def open_unix(address: str, limit_s: float) -> Stream:
+    """Connect to a Unix socket within ``limit_s`` seconds; abstract ones begin with a null byte.
 
     Raises:
         OSError: Connecting failed.
@@ -173,17 +167,16 @@ async def open_unix(path: str, limit_s: float) -> Stream:
     try:
         raw.setblocking(False)
         deadline = time.monotonic() + limit_s
-        with fitting_path(path) as address:
-            while True:
-                try:
-                    raw.connect(address)
-                except BlockingIOError:
-                    # The listener's backlog is full; a non-blocking Unix socket does not queue.
-                    if time.monotonic() > deadline:
-                        raise
-                    await asyncio.sleep(_BACKLOG_FULL_PAUSE_S)
-                else:
-                    return Stream(raw)
+        while True:
+            try:
+                raw.connect(address)
+            except BlockingIOError:
+                # The listener's backlog is full; a non-blocking Unix socket does not queue.
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_BACKLOG_FULL_PAUSE_S)
+            else:
+                return Stream(raw)
     except BaseException:
         raw.close()
         raise
@@ -219,24 +212,3 @@ async def open_tcp(address: tuple[Any, ...], limit_s: float) -> Stream:
         raw.close()
         raise
     return Stream(raw)
-
-
-@contextlib.contextmanager
-def fitting_path(path: str) -> Iterator[str]:
-    """Yield a path to the same socket that fits into an address; TMPDIR may be too long for one.
-
-    The path is valid while the context is open.
-    """
-    if (
-        path.startswith("\0")
-        or len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES
-        or not os.path.isdir("/proc/self/fd")
-    ):
-        yield path
-        return
-    folder, name = os.path.split(path)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{name}"
-    finally:
-        os.close(fd)

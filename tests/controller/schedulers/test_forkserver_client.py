@@ -19,6 +19,7 @@ from helmsman.controller._node.run_registry import make_log_dir
 from helmsman.controller._schedulers.forkserver_client import ForkServer
 from helmsman.controller._schedulers.local import LocalProcess, LocalScheduler
 from helmsman.rpc_server._process import guardian
+from helmsman.rpc_server._server.channel import abstract_address
 from helmsman.rpc_server._server.forkserver import Spawn, Spawned
 from helmsman.rpc_server._wire.messages import WorkerIdentity
 from tests.contract.engines import Counter
@@ -28,7 +29,7 @@ from tests.contract.helpers import stop, wait_gone, wait_until
 async def test_forkserver_start_that_fails_leaves_no_descriptor(tmp_path: Path) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Not a directory"):
-        await ForkServer.start("0123456789", tmp_path, Path("/dev/null/forkserver.log"), ())
+        await ForkServer.start("0123456789", Path("/dev/null/forkserver.log"), ())
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
@@ -113,10 +114,8 @@ def test_local_process_kill_ends_late_survivors(monkeypatch: pytest.MonkeyPatch)
 async def test_forkserver_spawn_cancelled_ends_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = tmp_path / "run"
     make_log_dir(tmp_path, "0123456789")
-    run_dir.mkdir(mode=0o700)
-    server = await ForkServer.start("0123456789", run_dir, tmp_path / "forkserver.log", ())
+    server = await ForkServer.start("0123456789", tmp_path / "forkserver.log", ())
     begin = ForkServer._begun
     pids: list[int] = []
 
@@ -130,7 +129,7 @@ async def test_forkserver_spawn_cancelled_ends_the_worker(
         run_id="0123456789", worker_id="a/0", role="a", rank=0, log_path=str(tmp_path / "a-0.log")
     )
     start = asyncio.ensure_future(
-        server.spawn(Spawn(identity, str(run_dir / "a.sock"), b"key", dict(os.environ)))
+        server.spawn(Spawn(identity, abstract_address(), b"key", dict(os.environ)))
     )
     with pytest.raises(asyncio.CancelledError):
         await start

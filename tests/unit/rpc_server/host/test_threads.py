@@ -19,8 +19,7 @@ from helmsman.rpc_server._host import connectivity
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.threads import EngineLoop
-from helmsman.rpc_server._server.channel import ChannelServer
-from helmsman.rpc_server._server.forkserver import listen
+from helmsman.rpc_server._server.channel import ChannelServer, abstract_address, listen_abstract
 from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.messages import WorkerIdentity
 
@@ -91,13 +90,13 @@ def test_server_after_failed_start(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    path = str(tmp_path / "worker.sock")
+    path = abstract_address()
     host = EngineHost(
         WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0),
         SegmentStore(),
         seeding=False,
     )
-    server = ChannelServer(listen(path), KEY, host, shares_memory=True)
+    server = ChannelServer(listen_abstract(path), KEY, host, shares_memory=True)
     server.start()
     try:
         refuse_threads()
