@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -45,13 +46,16 @@ def main(
     Returns:
         The exit code.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # logs may have characters that it cannot print
+            stream.reconfigure(errors="backslashreplace")
     options = _parser(recipes).parse_args(arguments)
     try:
         code: int | None = options.run(options)
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OK
-    except HelmsmanError as error:
+    except (HelmsmanError, OSError) as error:
         print(f"helmsman: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:  # the usual end of --watch and --follow

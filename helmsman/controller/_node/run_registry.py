@@ -34,6 +34,7 @@ from helmsman.rpc_server._process.safe_files import (
 )
 
 RUN_ID = re.compile(r"[0-9a-f]{10}")
+_RECORD_BYTES = 1 << 16
 _RECORD_NAME = re.compile(rf"({RUN_ID.pattern})\.json")
 
 RUN_VARIABLE = "HELMSMAN_UP_RUN"
@@ -218,9 +219,10 @@ def read_runs() -> list[tuple[RunRecord, bool]]:
     for place in record_places():
         with contextlib.suppress(OSError), place.open(create=False) as folder:
             for match in filter(None, map(_RECORD_NAME.fullmatch, os.listdir(folder))):
-                with contextlib.suppress(OSError, msgspec.MsgspecError):
-                    # The file was removed concurrently, or is being written.
-                    content, fd = read_own(match[0], folder, str(place.path / match[0]))
+                with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
+                    # The file was removed concurrently, is being written, or is no record.
+                    whole = str(place.path / match[0])
+                    content, fd = read_own(match[0], folder, whole, _RECORD_BYTES)
                     with os.fdopen(fd):
                         record = msgspec.json.decode(content, type=RunRecord)
                         if record.run_id == match[1]:

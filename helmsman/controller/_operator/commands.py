@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import functools
 import importlib.util
@@ -11,7 +12,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ T = TypeVar("T")
 
 OK, NO = 0, 1
 _WATCH_S = 2.0
+_LINE_BYTES = 1000
 
 
 def add_commands(commands: Any) -> None:
@@ -78,28 +80,38 @@ def _logs(options: argparse.Namespace) -> None:
         source = f"\x1b[{colour}m[{source}]\x1b[0m" if sys.stdout.isatty() else f"[{source}]"
         print(source, line, flush=options.follow)
 
+    found: Iterable[logs.Line]
     if options.address:
-        found = logs.merge(_take(options, _read, options.chosen, alive=False))
+        found = logs.merge(_take(options, _read_last, options.chosen, options.lines, alive=False))
         others = " on any node"
     else:
         run = _find_recorded(options)
         if options.follow:
             for source, line in logs.follow(run.log_dir, options.chosen, options.lines):
                 show(source, line)
-        found = _read(run, options.chosen)
+        found = _read(run, options.chosen, options.lines)
         known = ", ".join(sorted(logs.find_logs(run.log_dir)))
         others = f"; the run has logs of {known or 'no worker'}"
-    if not found:
+    if options.lines:
+        found = collections.deque(found, abs(options.lines))
+    is_empty = True
+    for _, source, line in found:
+        is_empty = False
+        show(source, line)
+    if is_empty:
         raise RunNotFoundError(
             f"there is no log of {options.chosen or 'any worker'}{others}. `helmsman status` lists "
             "the workers"
         )
-    for _, source, line in found[-options.lines :]:
-        show(source, line)
 
 
-def _read(run: FoundRun, chosen: str | None) -> list[logs.Line]:
-    return logs.read_lines(run.log_dir, chosen)
+def _read(run: FoundRun, chosen: str | None, num_lines: int) -> Iterator[logs.Line]:
+    most_bytes = max(logs.MOST_BYTES, num_lines * _LINE_BYTES) if num_lines else None
+    return logs.read_lines(run.log_dir, chosen, most_bytes)
+
+
+def _read_last(run: FoundRun, chosen: str | None, num_lines: int) -> list[logs.Line]:
+    return list(collections.deque(_read(run, chosen, num_lines), num_lines or None))
 
 
 def _stacks(options: argparse.Namespace) -> None:
@@ -137,9 +149,9 @@ def _take(
 
 def _find_recorded(options: argparse.Namespace) -> FoundRun:
     run = find_run(options.run_id)
-    if not run.log_dir.is_dir():
+    if not os.path.isdir(run.log_dir):
         raise RunNotFoundError(f"the log directory of run {run.run_id} was removed: {run.log_dir}.")
-    for each in logs.fetch_files(run):
+    for each in [*logs.fetch_files(run), *logs.list_unread(run.log_dir)]:
         print(f"helmsman: {each}", file=sys.stderr)
     return run
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import collections
 import contextlib
+import fnmatch
 import heapq
+import math
 import os
 import re
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 from helmsman.api.errors import HelmsmanError
@@ -17,80 +21,165 @@ from helmsman.controller._diagnosis.stacks import named
 from helmsman.controller._node.control_socket import Query
 from helmsman.controller._operator.runs import FoundRun, ask_run, take_snapshot
 from helmsman.controller._schedulers.run_view import SCRIPT
-from helmsman.rpc_server._process.recorder import SUFFIX, is_file_of
+from helmsman.rpc_server._process.recorder import SUFFIX, is_file_of, why_not_read
 from helmsman.rpc_server._process.safe_files import open_regular, private_directory
 
 FETCHED = "fetched"
 """Folder in a run's log directory for copies of files of other nodes."""
-_TIME = re.compile(r"^(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)")
+_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[ T][0-9:]{8}(?:[.,][0-9]{1,9})?")
+_AHEAD_S = 2 * 86400.0
+"""A time this far beyond the last change of its file is not that of a line. Nodes and the machine
+that has a copy may have other time zones."""
 _WORKER_LOG = re.compile(r"(.+)-(\d+)\.log")
-_STARTED = re.compile(r"(\S+/\d+) \(pid (\d+), ([^)\s]+)\)")
+_STARTED = re.compile(r"(\S{1,200}/\d+) \(pid (\d+), ([^)\s]+)\)")
 """A worker in a line of driver.log about a start."""
+_PART_BYTES, _LONGEST_LINE, _MOST_UNREAD = 1 << 18, 1 << 14, 8
+MOST_BYTES, _MOST_OF_ALL, _LEAST_BYTES = 4 << 20, 256 << 20, 1 << 16
+"""Commands read the last 4 MiB of each log; less, down to 64 KiB, if all have more than 256 MiB."""
 _POLL_S = 0.2
 _AT_ONCE, _MOST_OF_NODE, _ANSWER_S = 4, 64, 6.0
 """Nodes whose files are fetched at once, workers of each, and the limit of an answer."""
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
-Line = tuple[str, str, str]
-"""Time, source, text. A source is a worker id, or 'script' for driver.log."""
+Line = tuple[float, str, str]
+"""Seconds since the epoch, source, text. A source is a worker id, or 'script' for driver.log."""
+
+
+def parse_time(text: str, latest: float = math.inf) -> float | None:
+    """Return the time at the beginning of a line, in seconds since the epoch.
+
+    Args:
+        text: The line.
+        latest: The latest possible time.
+
+    Returns:
+        None if the line begins with no time, or with none after 1970 and up to ``latest``.
+    """
+    match = _TIME.match(text)
+    if match is None:
+        return None
+    try:
+        at = datetime.fromisoformat(match[0]).timestamp()
+    except (ValueError, OverflowError, OSError):  # 30 February, or the year 1
+        return None
+    return at if 0.0 < at <= latest else None
 
 
 class _Log:
-    """One log file, read from its beginning; lines without a time have that of the line before."""
+    """One log file; lines without a time have that of the line before.
 
-    def __init__(self, path: Path, source: str) -> None:
-        self._path, self._source = path, source
-        self._offset, self._rest, self._time = 0, "", ""
+    With ``most_bytes``, the first reading begins so many bytes before the end of the file. It is
+    open only while a part of it is read, since a run may have more logs than descriptors.
+    """
+
+    def __init__(self, path: Path, source: str, most_bytes: int | None = None) -> None:
+        self._path, self._source, self._most_bytes = path, source, most_bytes
+        self._offset, self._rest, self._time, self._latest = 0, "", 0.0, math.inf
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def lines(self, *, whole: bool) -> Iterator[Line]:
         """Yield the new lines; ``whole`` includes an unfinished one."""
         try:
-            with os.fdopen(open_regular(self._path), "rb") as file:
-                if file.seek(0, 2) < self._offset:  # it was truncated
-                    self._offset = 0
-                file.seek(self._offset)
-                content = file.read()
+            end = self._open_end()
+            while content := self._part(end):
+                *lines, self._rest = (self._rest + self._decoder.decode(content)).split("\n")
+                if len(self._rest) > _LONGEST_LINE:
+                    lines, self._rest = [*lines, self._rest], ""
+                yield from map(self._line, lines)
         except OSError:
-            return
-        self._offset += len(content)
-        *lines, self._rest = (self._rest + self._decoder.decode(content)).split("\n")
+            return  # list_unread names the file
         if whole and self._rest:
-            lines, self._rest = [*lines, self._rest], ""
-        for line in lines:
-            if match := _TIME.match(line):
-                self._time = match[1].replace("T", " ").replace(".", ",")
-            yield self._time, self._source, line
+            rest, self._rest = self._rest, ""
+            yield self._line(rest)
+
+    def _open_end(self) -> int:
+        with os.fdopen(open_regular(self._path), "rb") as file:
+            entry = os.fstat(file.fileno())
+            if entry.st_size < self._offset:  # it was truncated
+                self._offset = 0
+            skipped = entry.st_size - (self._most_bytes or entry.st_size)
+            if self._offset == 0 and skipped > 0:
+                file.seek(skipped)
+                self._offset = skipped + len(file.readline(self._most_bytes or 0))
+            self._latest = entry.st_mtime + _AHEAD_S
+            return entry.st_size
+
+    def _part(self, end: int) -> bytes:
+        if self._offset >= end:
+            return b""
+        with os.fdopen(open_regular(self._path), "rb") as file:
+            file.seek(self._offset)
+            content = file.read(min(_PART_BYTES, end - self._offset))
+        self._offset += len(content)
+        return content
+
+    def _line(self, text: str) -> Line:
+        self._time = parse_time(text, self._latest) or self._time
+        return self._time, self._source, text[:_LONGEST_LINE]
 
 
 def files_of(log_dir: Path, pattern: str) -> list[Path]:
     """Return the files of a run whose names fit, in their order, with those of other nodes."""
-    folders = log_dir / FETCHED, log_dir
-    found = {path.name: path for folder in folders for path in folder.glob(pattern)}
+    found = {}
+    for folder in (log_dir / FETCHED, log_dir):
+        with contextlib.suppress(OSError):
+            found |= {name: folder / name for name in fnmatch.filter(os.listdir(folder), pattern)}
     return [path for _, path in sorted(found.items())]
+
+
+def list_unread(log_dir: Path) -> list[str]:
+    """Return a text for each log and recording that cannot be read, and for other versions'."""
+    texts = []
+    for path in [*files_of(log_dir, "*.log"), *files_of(log_dir, f"*{SUFFIX}")]:
+        try:
+            with os.fdopen(open_regular(path), "rb") as file:
+                reason = why_not_read(file) if path.suffix == SUFFIX else ""
+        except OSError as error:
+            reason = str(error)
+        if reason:
+            texts.append(f"{shown(path.name)} is left out: {reason}")
+    more = len(texts) - _MOST_UNREAD
+    return texts[:_MOST_UNREAD] + ([f"{more} more files are left out"] if more > 0 else [])
+
+
+def shown(path: str) -> str:
+    """Return a path for texts and JSON; bytes that are not UTF-8 are replaced."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def find_logs(log_dir: Path, chosen: str | None = None) -> dict[str, Path]:
     """Return the logs of a run by source; ``chosen`` is a role, a worker or 'script'."""
     found = {}
     for path in files_of(log_dir, "*.log"):
-        match = _WORKER_LOG.fullmatch(path.name)
-        role = match[1] if match else SCRIPT if path.name == "driver.log" else ""
+        name = shown(path.name)
+        match = _WORKER_LOG.fullmatch(name)
+        role = match[1] if match else SCRIPT if name == "driver.log" else ""
         source = f"{role}/{match[2]}" if match else role
         if role and chosen in (None, role, source):
             found[source] = path
     return found
 
 
-def read_lines(log_dir: Path, chosen: str | None = None) -> list[Line]:
-    """Return the lines of the logs of a run, in the order of time; arguments as in find_logs."""
-    logs = (_Log(path, source) for source, path in find_logs(log_dir, chosen).items())
-    return merge([*log.lines(whole=True)] for log in logs)
+def read_lines(
+    log_dir: Path, chosen: str | None = None, most_bytes: int | None = MOST_BYTES
+) -> Iterator[Line]:
+    """Yield the lines of the logs of a run in the order of time, with little of them in memory.
+
+    Args:
+        log_dir: The log directory.
+        chosen: As in find_logs.
+        most_bytes: Read so many bytes at the end of each log, fewer if there are many logs; None
+            for all.
+    """
+    found = find_logs(log_dir, chosen)
+    if most_bytes is not None:
+        most_bytes = min(most_bytes, max(_LEAST_BYTES, _MOST_OF_ALL // max(len(found), 1)))
+    return merge(_Log(path, source, most_bytes).lines(whole=True) for source, path in found.items())
 
 
-def merge(parts: Iterable[list[Line]]) -> list[Line]:
-    """Merge lists of lines that are in the order of time."""
-    return list(heapq.merge(*parts, key=lambda each: each[0]))
+def merge(parts: Iterable[Iterable[Line]]) -> Iterator[Line]:
+    """Merge lines that are in the order of time."""
+    return heapq.merge(*parts, key=lambda each: each[0])
 
 
 def follow(log_dir: Path, chosen: str | None, num_lines: int) -> Iterator[tuple[str, str]]:
@@ -102,9 +191,12 @@ def follow(log_dir: Path, chosen: str | None, num_lines: int) -> Iterator[tuple[
     while True:
         is_first = not logs
         for source, path in find_logs(log_dir, chosen).items():
-            logs.setdefault(source, _Log(path, source))
-        new = merge([*log.lines(whole=False)] for log in logs.values())
-        yield from ((source, line) for _, source, line in new[-num_lines if is_first else 0 :])
+            most_bytes = MOST_BYTES if is_first and num_lines else None
+            logs.setdefault(source, _Log(path, source, most_bytes))
+        new = merge(log.lines(whole=False) for log in logs.values())
+        if is_first and num_lines:
+            new = iter(collections.deque(new, num_lines))
+        yield from ((source, line) for _, source, line in new)
         time.sleep(_POLL_S)
 
 
@@ -130,18 +222,21 @@ def fetch_files(run: FoundRun) -> list[str]:
 
 
 def _has_recording(folder: Path, worker_id: str) -> bool:
-    return any(folder.glob(f"{worker_id.replace('/', '-')}.*{SUFFIX}"))
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+        return any(name.endswith(SUFFIX) and is_file_of(worker_id, name) for name in names)
+    return False
 
 
 def _missing(run: FoundRun) -> tuple[bool, dict[str, list[str]]]:
     """Return whether the script answers, and node -> the workers whose recordings are there."""
-    text = "".join(line for _, _, line in read_lines(run.log_dir, SCRIPT))
+    text = "\n".join(line for _, _, line in read_lines(run.log_dir, SCRIPT))
     answers, workers = False, list[tuple[str, str, str]](_STARTED.findall(text))
     with contextlib.suppress(HelmsmanError):  # it has ended
         snapshot = take_snapshot(run)
         answers = snapshot.answered_by == "script"
         workers += [(each.worker_id, str(each.pid), each.node) for each in snapshot.workers]
-    scripts = {path.name.split(".")[1] for path in run.log_dir.glob(f"{SCRIPT}.*{SUFFIX}")}
+    scripts = {path.name.split(".")[1] for path in files_of(run.log_dir, f"{SCRIPT}.*{SUFFIX}")}
     found: dict[str, list[str]] = {}
     for worker_id, pid, node in workers:
         # Inline workers are threads of the script, which records for them. The log also names

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,9 +38,9 @@ def postmortem(log_dir: Path, *, is_alive: bool = False) -> tuple[str, bool]:
         RunNotFoundError: The directory has neither logs nor recordings.
     """
     lines = [
-        _Line(datetime.fromisoformat(at).timestamp(), source, text[:300], _rank(text))
+        _Line(at, source, text[:300], _rank(text))
         for at, source, text in read_lines(log_dir)
-        if at
+        if at and text.strip()
     ]
     timeline = read_timeline(log_dir)
     if not lines and timeline is None:

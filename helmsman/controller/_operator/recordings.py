@@ -7,6 +7,7 @@ script's calls to their execution. Source: the specification by Google, "Trace E
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -147,8 +148,8 @@ class _Trace:
         self.events: list[dict[str, Any]] = []
         self._begin_ns, self._end_ns = timeline.begin_ns, timeline.end_ns
         self._pids: dict[str, int] = {}
-        self._lanes: dict[tuple[int, str], dict[int, int]] = {}
-        """(process, kind) -> id of a lane -> the end of its last slice."""
+        self._lanes: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        """(process, kind) -> a heap of the ends of the last slices and the ids of their lanes."""
         self._tids = itertools.count(1)
         script, requests = self._process(SCRIPT), self._process("requests")
         self._add_spans(timeline.phases, "phase", script)
@@ -184,13 +185,15 @@ class _Trace:
         return self._pids[name]
 
     def _lane(self, pid: int, kind: str, begin_ns: int, end_ns: int) -> int:
-        """Return the first lane of a kind that is free at the begin of a span."""
-        ends = self._lanes.setdefault((pid, kind), {})
-        tid = next((tid for tid, free_at in ends.items() if free_at <= begin_ns), None)
-        if tid is None:
-            tid, name = next(self._tids), f"{kind} {len(ends)}" if ends else kind
-            self._add("M", "thread_name", pid, tid, args={"name": name})
-        ends[tid] = end_ns
+        """Return the lane of a kind that is free for longest at the begin of a span."""
+        ends = self._lanes.setdefault((pid, kind), [])
+        if ends and ends[0][0] <= begin_ns:
+            tid = ends[0][1]
+            heapq.heapreplace(ends, (end_ns, tid))
+            return tid
+        tid, name = next(self._tids), f"{kind} {len(ends)}" if ends else kind
+        self._add("M", "thread_name", pid, tid, args={"name": name})
+        heapq.heappush(ends, (end_ns, tid))
         return tid
 
     def _add_spans(self, spans: Iterable[Span], kind: str, script: int | None = None) -> None:

@@ -60,10 +60,10 @@ def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
         RunNotFoundError: There is no such run, or there are several.
     """
     runs = _all_runs()
-    if name is not None and (os.sep in name or Path(name).is_dir()):
+    if name is not None and (os.sep in name or os.path.isdir(name)):
         path = Path(name).absolute()
         found = [each for each in runs if each.log_dir == path]
-        if not found and (path / "driver.log").is_file():
+        if not found and os.path.isfile(path / "driver.log"):
             found = [_ended(path.name, path)]
     elif name is not None:
         found = [each for each in runs if each.run_id.startswith(name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hmac
 import http.server
 import secrets
@@ -17,7 +18,7 @@ from helmsman.api.errors import HelmsmanError
 from helmsman.api.run_state import RunSnapshot, WorkerSnapshot
 from helmsman.controller._diagnosis.texts import is_well, stack_text, state_of
 from helmsman.controller._operator.connections import BoundedThreads
-from helmsman.controller._operator.logs import find_logs, read_lines
+from helmsman.controller._operator.logs import find_logs, read_lines, shown
 from helmsman.controller._operator.recordings import Timeline, read_timeline
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run, take_snapshot
 from helmsman.controller._schedulers.run_view import SCRIPT
@@ -38,7 +39,8 @@ _HEADERS = {
 
 
 def _page() -> str:
-    return resources.files("helmsman.controller._operator").joinpath("page.html").read_text()
+    page = resources.files("helmsman.controller._operator").joinpath("page.html")
+    return page.read_text(encoding="utf-8")
 
 
 def write_report(run: FoundRun, out: Path) -> None:
@@ -47,21 +49,22 @@ def write_report(run: FoundRun, out: Path) -> None:
     workers = _snapshot(run, reports=True).workers[:_MOST_DETAILS]
     data["details"] = {each.worker_id: _detail(run, each) for each in workers}
     content = msgspec.json.encode(data).decode().replace("<", "\\u003c")
-    out.write_text(_page().replace(_PLACEHOLDER, _PLACEHOLDER.replace("null", content)))
+    page = _page().replace(_PLACEHOLDER, _PLACEHOLDER.replace("null", content))
+    out.write_text(page, encoding="utf-8")
 
 
 def _state_of(run: FoundRun, shown_s: float = _SHOWN_S) -> dict[str, Any]:
     """Return the data of the page about a run, alive or ended, with the last seconds of it."""
     timeline = read_timeline(run.log_dir, only_script=True)
     lines = (text for _, _, text in read_lines(run.log_dir, SCRIPT))
-    errors = [text for text in lines if any(level in text for level in _BAD)]
+    errors = (text for text in lines if any(level in text for level in _BAD))
     snapshot = _snapshot(run, timeline)
     return {
         "alive": run.is_alive,
         "snapshot": snapshot,
         "states": {e.worker_id: (state_of(e), is_well(e)) for e in snapshot.workers},
         "timeline": _recent(timeline, shown_s, is_alive=run.is_alive),
-        "errors": errors[-_MOST_LINES:],
+        "errors": list(collections.deque(errors, _MOST_LINES)),
     }
 
 
@@ -79,7 +82,8 @@ def _snapshot(
         if each != SCRIPT
     ]
     times = {"started_at": run.record.since or ended_at, "taken_at": ended_at}
-    return run.record.snapshot("observation", **times, workers=workers)
+    about = {name: shown(getattr(run.record, name)) for name in ("run_id", "log_dir")}
+    return run.record.snapshot("observation", **about, **times, workers=workers)
 
 
 def _recent(timeline: Timeline | None, shown_s: float, *, is_alive: bool) -> dict[str, Any]:
@@ -105,11 +109,11 @@ def _worker_detail(run: FoundRun, worker_id: str) -> dict[str, Any]:
 
 
 def _detail(run: FoundRun, worker: WorkerSnapshot) -> dict[str, Any]:
-    log = [line for _, _, line in read_lines(run.log_dir, worker.worker_id)]
+    lines = (line for _, _, line in read_lines(run.log_dir, worker.worker_id))
     text = "the run has ended" if not run.is_alive else f"no stacks: {worker.error}"
     if run.is_alive and worker.report is not None and worker.report.stacks:
         text = stack_text(worker.worker_id, worker.report.stacks)
-    return {"stacks": text, "log": log[-_MOST_LINES:]}
+    return {"stacks": text, "log": list(collections.deque(lines, _MOST_LINES))}
 
 
 class Server(BoundedThreads, http.server.HTTPServer):
@@ -156,7 +160,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self._send(200, "application/json", msgspec.json.encode(detail))
             else:
                 self._send(404, "text/plain", b"not found")
-        except HelmsmanError as error:
+        except (HelmsmanError, OSError) as error:
             self._send(404, "text/plain", str(error).encode())
 
     def _send(self, code: int, kind: str, content: bytes) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from helmsman.rpc_server._process.pulse import CallRecord, shown_name
 from helmsman.rpc_server._process.safe_files import open_log, open_regular
@@ -26,7 +26,9 @@ SUFFIX = ".events"
 NUM_SLOTS = 1 << 15
 NUM_NAMES = 2048
 
-_MAGIC = b"helmsman events 4\0"
+_FORMAT = 4
+_MAGIC = b"helmsman events %d\0" % _FORMAT
+_ANY_MAGIC = re.compile(rb"helmsman events ([0-9]{1,9})\0")
 _HEADER = struct.Struct("=18sIqq110s")
 """Magic, pid, monotonic and wall-clock nanoseconds at the start, title."""
 _NAME = struct.Struct("=112s")
@@ -39,6 +41,8 @@ _FIRST_VALUE = _SLOTS_AT // 8 + 3
 FILE_BYTES = _SLOTS_AT + NUM_SLOTS * _SLOT.size
 _MOST_RECORDINGS, _LOG_BYTES = 2, 1 << 20
 """Limits of the files of a worker that are read for a controller on another node."""
+_MOST_S, _MOST_VALUE = 1e9, 1e15
+"""Limits of times by a monotonic clock, in seconds, and of values of a slot that is intact."""
 _LAST_CHANCE = NUM_SLOTS - 256
 """A slot counts as overwritten after this many further ones, since other threads write, too."""
 
@@ -207,15 +211,18 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
         OSError: The file cannot be read.
     """
     with os.fdopen(open_regular(os.fspath(path)), "rb") as file:
+        if why_not_read(file):
+            return None
+        file.seek(0)
         content = file.read(FILE_BYTES)
-    if len(content) < FILE_BYTES or not content.startswith(_MAGIC):
-        return None
     _, pid, monotonic, wall, title = _HEADER.unpack_from(content)
     texts = [title, *(name for (name,) in _NAME.iter_unpack(content[_NAMES_AT:_SLOTS_AT]))]
     title, *names = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
     found = []
     for number, kind, name, event, at, value, again in _SLOT.iter_unpack(content[_SLOTS_AT:]):
         if not number or number != again or not 0 < kind <= len(Kind) or name >= NUM_NAMES:
+            continue
+        if not (0.0 <= at < _MOST_S and abs(value) < _MOST_VALUE):  # not a number, or damaged
             continue
         shown = Event(int(at * 1e9), Kind(kind), names[name], event, value)
         if kind in _LASTING:
@@ -224,7 +231,27 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
         found.append(shown)
     found.sort(key=lambda each: each.at_ns)
     (alive,) = struct.unpack_from("=d", content, _ALIVE_AT)
-    return Recording(title, pid, wall - monotonic, int(alive * 1e9), found)
+    alive_ns = int(alive * 1e9) if 0.0 <= alive < _MOST_S else 0
+    return Recording(title, pid, wall - monotonic, alive_ns, found)
+
+
+def why_not_read(file: BinaryIO) -> str:
+    """Return why an open file is not a recording of this version; '' if it is one."""
+    content = file.read(_HEADER.size)
+    num_bytes = file.seek(0, os.SEEK_END)
+    if not content.startswith(_MAGIC):
+        version = _ANY_MAGIC.match(content)
+        found = f"of format {version[1].decode()}" if version else "of another format"
+        return (
+            f"a recording {found}, expected format {_FORMAT}. Use the version of Helmsman that "
+            "has written it"
+        )
+    if num_bytes < FILE_BYTES:
+        return f"a recording of {num_bytes} bytes, expected {FILE_BYTES}: it is cut off"
+    _, _, monotonic, wall, _ = _HEADER.unpack(content)
+    if not (0 <= monotonic < _MOST_S * 1e9 and 0 <= wall < _MOST_S * 4e9):
+        return "a recording whose header has no possible time: it is damaged"
+    return ""
 
 
 def is_file_of(worker_id: str, name: str) -> bool:
@@ -240,7 +267,7 @@ def read_files(log_dir: str, worker_id: str) -> dict[str, bytes]:
         OSError: A file cannot be read.
     """
     paths = [each for each in Path(log_dir).iterdir() if is_file_of(worker_id, each.name)]
-    newest = sorted(paths, key=lambda each: (each.suffix == SUFFIX, -each.stat().st_mtime))
+    newest = sorted(paths, key=lambda each: (each.suffix == SUFFIX, -each.lstat().st_mtime))
     found = {}
     for path in newest[: 1 + _MOST_RECORDINGS]:
         with os.fdopen(open_regular(path), "rb") as file:

@@ -18,6 +18,7 @@ import os
 import pwd
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -200,8 +201,10 @@ def open_regular(path: str | Path) -> int:
         os.close(folder)
 
 
-def read_own(name: str, folder: int, whole: str) -> tuple[bytes, int]:
-    """Read a file of this user in an open directory.
+def read_own(
+    name: str, folder: int, whole: str, most_bytes: int = sys.maxsize
+) -> tuple[bytes, int]:
+    """Read a file of this user in an open directory, at most ``most_bytes`` of it.
 
     Returns:
         The content, and a descriptor that the caller closes.
@@ -215,7 +218,7 @@ def read_own(name: str, folder: int, whole: str) -> tuple[bytes, int]:
     if entry.st_uid != os.geteuid():
         os.close(fd)
         raise _untrusted(whole, entry, f"a file of {owner(os.geteuid())}")
-    return os.pread(fd, entry.st_size, 0), fd
+    return os.pread(fd, min(entry.st_size, most_bytes), 0), fd
 
 
 def _open_file(name: str, folder: int, whole: str, flags: int) -> int:
