@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
+import logging.handlers
 import os
 import sys
 import threading
@@ -14,6 +16,7 @@ from helmsman.api.environment import masked_command
 from helmsman.api.version import __version__
 from helmsman.controller._node.run_registry import make_log_dir
 from helmsman.rpc_server._process.safe_files import open_log
+from helmsman.rpc_server._process.upkeep import LogFile, touch
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +29,11 @@ _PACKAGE = logging.getLogger("helmsman")
 _SHOWN = 8
 
 
-class DriverLog(logging.FileHandler):
+class DriverLog(logging.handlers.WatchedFileHandler):
     """Writes run events and warnings of this process to a run's driver.log.
 
-    Every run that is open in this process receives the same lines.
+    Every run that is open in this process receives the same lines. A file that was removed is made
+    again; lines that a full disk does not take are left out.
     """
 
     def __init__(self, log_dir: Path, run_id: str) -> None:
@@ -38,7 +42,7 @@ class DriverLog(logging.FileHandler):
         )  # with "a", a late record would reopen the file
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._run_id = run_id
-        self._is_begun = False
+        self._is_begun = self._is_attached = self._was_removed = False
 
     def begin(self, scheduler: str) -> None:
         """Open the file and start logging. Idempotent."""
@@ -48,9 +52,11 @@ class DriverLog(logging.FileHandler):
         try:
             make_log_dir(Path(self.baseFilename).parent, self._run_id)
             self.stream = self._open()
+            self._statstream()
         except OSError as error:
             log.warning("run %s has no driver log: %s", self._run_id, error)
             return
+        self._is_attached = True
         for logger in (story, _PACKAGE):
             logger.addHandler(self)
         versions = f"helmsman {__version__}, python {sys.version.split()[0]}"
@@ -66,14 +72,32 @@ class DriverLog(logging.FileHandler):
 
     def end(self) -> None:
         """Close the file. Idempotent."""
-        if self.stream is not None:
+        if self._is_attached:
+            self._is_attached = False
             story.info("run %s is closed", self._run_id)
             for logger in (story, _PACKAGE):
                 logger.removeHandler(self)
-        self.close()
+        with contextlib.suppress(OSError):  # network file systems report a full disk here
+            self.close()
+
+    def renew(self) -> bool:
+        """Open the file again if it was removed; see Upkeep."""
+        self.acquire()
+        try:
+            if self._is_attached:
+                self.reopenIfNeeded()
+                if self.stream is None:
+                    self.stream = self._open()
+                    self._statstream()
+                touch(self.baseFilename)
+            was_removed, self._was_removed = self._was_removed, False
+            return was_removed
+        finally:
+            self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
+        with contextlib.suppress(OSError):  # it cannot be opened again, which renew() reports
+            super().emit(record)
         # Without handlers, logging prints warnings to stderr; adding this one must not stop that.
         is_only = not logging.root.handlers and all(
             isinstance(each, DriverLog) for each in _PACKAGE.handlers
@@ -86,8 +110,19 @@ class DriverLog(logging.FileHandler):
         ):
             logging.lastResort.handle(record)
 
+    def _report(self, error: OSError) -> None:
+        log.warning(
+            "run %s: its log %s cannot be written: %s. The run goes on; lines are left out until "
+            "there is room",
+            self._run_id,
+            self.baseFilename,
+            error.strerror,
+        )
+
     def _open(self) -> io.TextIOWrapper:
-        return os.fdopen(open_log(self.baseFilename, self._run_id), "a", encoding="utf-8")
+        file = LogFile(open_log(self.baseFilename, self._run_id), report=self._report)
+        self._was_removed = self._is_attached
+        return io.TextIOWrapper(file, encoding="utf-8", write_through=True)
 
 
 def script_failure() -> BaseException | None:

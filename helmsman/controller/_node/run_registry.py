@@ -17,6 +17,7 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from helmsman.rpc_server._process.safe_files import (
     private_directory,
     read_own,
 )
+from helmsman.rpc_server._process.upkeep import is_file_at, touch
 
 RUN_ID = re.compile(r"[0-9a-f]{10}")
 _RECORD_BYTES = 1 << 16
@@ -181,33 +183,58 @@ class RunLock:
     """
 
     def __init__(self, run_id: str, scheduler: str, log_dir: Path) -> None:
-        record = record_here(run_id, scheduler, log_dir)
-        self._name = f"{run_id}.json"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with record_places()[0].open() as folder, contextlib.ExitStack() as undo:
-            self._fd = os.open(self._name, flags, 0o600, dir_fd=folder)
-            undo.callback(os.close, self._fd)
-            undo.callback(os.unlink, self._name, dir_fd=folder)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            os.write(self._fd, msgspec.json.encode(record))
-            self._folder = os.dup(folder)
-            undo.pop_all()
+        self._content = msgspec.json.encode(record_here(run_id, scheduler, log_dir))
+        self._name, self._place = f"{run_id}.json", record_places()[0]
+        self._fd, self._is_released = -1, False
+        self._changing = threading.Lock()
+        self._write()
         # A child with the inherited lock would keep the run alive.
         os.register_at_fork(after_in_child=self._forget)
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._place.path / self._name
+
+    def _write(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self._place.open() as folder, contextlib.ExitStack() as undo:
+            fd = os.open(self._name, flags, 0o600, dir_fd=folder)
+            undo.callback(os.close, fd)
+            undo.callback(os.unlink, self._name, dir_fd=folder)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.write(fd, self._content)
+            undo.pop_all()
+        before, self._fd = self._fd, fd
+        if before >= 0:
+            os.close(before)
+
+    def renew(self) -> bool:
+        """Write the record again if it was removed; see Upkeep."""
+        with self._changing:
+            if self._is_released:
+                return False
+            if is_file_at(self.path, os.fstat(self._fd)):
+                touch(self.path)
+                return False
+            self._write()
+            return True
+
     def _forget(self) -> None:
+        """Give up the lock, in a child without touching the parent's file."""
+        self._changing, self._is_released = threading.Lock(), True
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
-                os.close(self._folder)
             self._fd = -1
 
     def release(self) -> None:
         """Remove the record after the run has ended normally. Idempotent."""
-        if self._fd >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._name, dir_fd=self._folder)
-            self._forget()
+        with self._changing:
+            if not self._is_released:
+                with contextlib.suppress(OSError), self._place.open(create=False) as folder:
+                    os.unlink(self._name, dir_fd=folder)
+                self._forget()
 
 
 def read_runs() -> list[tuple[RunRecord, bool]]:

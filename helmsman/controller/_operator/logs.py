@@ -120,7 +120,7 @@ class _Log:
 
 def files_of(log_dir: Path, pattern: str) -> list[Path]:
     """Return the files of a run whose names fit, in their order, with those of other nodes."""
-    found = {}
+    found = dict[str, Path]()
     for folder in (log_dir / FETCHED, log_dir):
         with contextlib.suppress(OSError):
             found |= {name: folder / name for name in fnmatch.filter(os.listdir(folder), pattern)}

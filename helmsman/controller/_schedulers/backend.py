@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.rpc_server._host.handles import HandleStore
 from helmsman.rpc_server._process.recorder import Recorder
+from helmsman.rpc_server._process.upkeep import Folder, Upkeep
 from helmsman.rpc_server._wire.messages import WorkerIdentity
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,9 @@ class Run:
         self.log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.id)
         self._log = DriverLog(self.log_dir, self.id)
         self._is_begun = False
+        self._folder = Folder(self.log_dir)
+        self.upkeep = Upkeep(functools.partial(log.warning, "run %s: %s", self.id))
+        """Looks after the run's files."""
         self.kept_calls: dict[str, KeptCalls] = {}
         """By role."""
 
@@ -48,15 +53,17 @@ class Run:
         self._log.begin(scheduler)
         if not self._is_begun:
             self._is_begun = True
-            try:
-                self.recorder.persist(str(self.log_dir / "script"), self.id)
-            except OSError as error:
-                log.warning("run %s has no flight recorder: %s", self.id, error)
+            self.recorder.persist_at(str(self.log_dir / "script"), self.id)
+            self.upkeep.add(f"its log {self._log.baseFilename}", self._log.renew)
+            self.upkeep.add(f"its flight recorder in {self.log_dir}", self.recorder.renew)
+            self.upkeep.add("", self._folder.renew)
 
     def end(self) -> None:
-        """Close the log and the recorder. Idempotent."""
+        """Close the log and the recorder, and give up their folder. Idempotent."""
+        self.upkeep.stop()
         self._log.end()
         self.recorder.close()
+        self._folder.close()
 
     def identity(self, job: Job, rank: int, node: str) -> WorkerIdentity:
         """Identity of a worker of this run, with the path of its log."""

@@ -43,6 +43,8 @@ class RunEnd:
         self._record = _open_record(self._run, type(scheduler).__name__)
         self._socket = _open_socket(self._run, view)
         self._pulse = _show_life(self._run)
+        if self._record is not None:
+            run.upkeep.add(f"its record {self._record.path}", self._record.renew)
         self._watchdog = Watchdog(self._run, self._roles, view)
         self._scheduler = weakref.ref(scheduler)
         atexit.register(self.close)
@@ -98,6 +100,7 @@ def _show_life(run: Run) -> Pulse:
         return b""
 
     try:
+        run.upkeep.start()
         pulse.start(describe)
         offer_stacks()
     except (OSError, RuntimeError) as error:

@@ -41,6 +41,7 @@ from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, all_stac
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.recorder import CallLog, Recorder, read_files
+from helmsman.rpc_server._process.upkeep import Output, Upkeep
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import (
     Reply,
@@ -105,23 +106,23 @@ class EngineHost:
         self._listener = connectivity.Listener()
         self._faults = Faults()
         self._journal = Journal(identity, title_end, self._recorder)
+        self._upkeep = Upkeep(functools.partial(self._journal.say, "%s"))
         self._engines = EngineRegistry(identity.worker_id, self._loop, self._journal.say)
         self._num_calls = 0
         self._is_closed = False
         self._pid = os.getpid()
         if pulse is not None:
-            self._record()
+            self._keep_files()
             pulse.start(self._describe)
 
-    def _record(self) -> None:
-        """Write the flight recorder's events beside the worker's log, if it has one."""
-        if not self.identity.log_path:
-            return
-        try:
-            path = os.path.splitext(self.identity.log_path)[0]
-            self._recorder.persist(path, self.identity.run_id)
-        except OSError as error:
-            self._journal.say("has no flight recorder: %s", error)
+    def _keep_files(self) -> None:
+        """Keep the worker's log, if it has one, and the flight recorder beside it."""
+        log_path, run_id = self.identity.log_path, self.identity.run_id
+        if log_path:
+            self._recorder.persist_at(os.path.splitext(log_path)[0], run_id)
+            self._upkeep.add(f"its log {log_path}", Output(log_path, run_id).renew)
+            self._upkeep.add("its flight recorder", self._recorder.renew)
+            self._upkeep.start()
 
     def _describe(self) -> bytes:
         self._recorder.beat()
@@ -177,6 +178,7 @@ class EngineHost:
         Engines are not destroyed, calls in flight get no reply, and pending calls do not begin.
         """
         self._is_closed = True
+        self._upkeep.stop()
         self.engine_thread.waiting.drop_all()
         self.engine_thread.stop()
         self._loop.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable
 from helmsman.api.environment import EnvironmentVariable, masked
 from helmsman.api.interfaces import ipv4_interfaces
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE
+from helmsman.rpc_server._process.upkeep import LogFile
 
 
 class Environment:
@@ -95,8 +97,9 @@ def redirect_output(log: int) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(LogFile(fd, closefd=False), line_buffering=True) for fd in (1, 2)
+    )
     return log_start
 
 

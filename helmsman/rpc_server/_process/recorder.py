@@ -21,6 +21,7 @@ from typing import BinaryIO, NamedTuple
 
 from helmsman.rpc_server._process.pulse import CallRecord, shown_name
 from helmsman.rpc_server._process.safe_files import open_log, open_regular
+from helmsman.rpc_server._process.upkeep import is_file_at, touch
 
 SUFFIX = ".events"
 NUM_SLOTS = 1 << 15
@@ -95,7 +96,7 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """Records the events of this process: in memory first, in a file after ``persist``.
+    """Records the events of this process: in memory first, in a file after ``persist_at``.
 
     The title is the worker's id, or 'script'.
     """
@@ -104,6 +105,8 @@ class Recorder:
         self._names: dict[str, int] = {}
         self._numbers, self._last = itertools.count(1), 0
         self._lock = threading.Lock()
+        self._path, self._run_id = "", ""
+        self._file: os.stat_result | None = None
         self._write_to(mmap.mmap(-1, FILE_BYTES))
         clocks = time.monotonic_ns(), time.time_ns()
         _HEADER.pack_into(self._page, 0, _MAGIC, os.getpid(), *clocks, title.encode()[:110])
@@ -115,19 +118,40 @@ class Recorder:
         self._pack = functools.partial(_SLOT.pack_into, page)
         self._floats = memoryview(page).cast("d")
 
-    def persist(self, path: str, run_id: str) -> None:
-        """Write to ``<path>.<pid>.events`` from now on, and copy the events so far.
+    def persist_at(self, path: str, run_id: str) -> None:
+        """Let ``renew`` write to ``<path>.<pid>.events``."""
+        self._path, self._run_id = f"{path}.{os.getpid()}{SUFFIX}", run_id
+
+    def renew(self) -> bool:
+        """Write to the file from now on, with the events so far; again if it was removed.
+
+        Returns:
+            Whether it was removed.
 
         Raises:
             OSError: The file cannot be created, or the disk is full.
         """
-        name = f"{path}.{os.getpid()}{SUFFIX}"
-        with os.fdopen(open_log(name, run_id, mapped=True), "r+b", buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, FILE_BYTES)  # else a full disk raises SIGBUS later
-            page = mmap.mmap(file.fileno(), FILE_BYTES)
+        path = self._path
+        if not path:
+            return False
+        if self._file is not None and is_file_at(path, self._file):
+            touch(path)
+            return False
+        with os.fdopen(open_log(path, self._run_id, mapped=True), "r+b", buffering=0) as file:
+            try:
+                # Else a write to the mapped file raises SIGBUS once the disk is full.
+                os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+            except OSError as error:
+                os.ftruncate(file.fileno(), 0)  # blocks that were found must not stay taken
+                raise OSError(error.errno, error.strerror, path) from error
+            page, entry = mmap.mmap(file.fileno(), FILE_BYTES), os.fstat(file.fileno())
         with self._lock:
+            if not self._path:  # it was closed meanwhile
+                return False
             page[:] = self._page[:]
             self._write_to(page)
+            before, self._file = self._file, entry
+        return before is not None
 
     def beat(self) -> None:
         """Record that this process is alive now."""
@@ -136,6 +160,7 @@ class Recorder:
     def close(self) -> None:
         """Close the file; later events are lost. Idempotent."""
         with self._lock:
+            self._path = ""
             self._write_to(mmap.mmap(-1, FILE_BYTES))
 
     def name(self, text: str) -> int:

@@ -60,7 +60,8 @@ import sys, time
 from helmsman.rpc_server._process.recorder import Kind, Recorder
 title, kinds, ahead_ns = sys.argv[2], sys.argv[3], int(sys.argv[4])
 recorder = Recorder(title)
-recorder.persist(sys.argv[1], "0123456789")
+recorder.persist_at(sys.argv[1], "0123456789")
+recorder.renew()
 label = recorder.name("a/0 step" if title == "script" else "a/0.step")
 kind = Kind.SENT if title == "script" else Kind.BEGUN
 for number in range(1, 4):

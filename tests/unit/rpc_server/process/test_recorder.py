@@ -26,7 +26,8 @@ KILLED = """
 import os, signal, sys
 from helmsman.rpc_server._process.recorder import Kind, Recorder
 recorder = Recorder("a/0")
-recorder.persist(sys.argv[1], "0123456789")
+recorder.persist_at(sys.argv[1], "0123456789")
+recorder.renew()
 name = recorder.name("a/0.step")
 for number in range(1000):
     recorder.note(Kind.BEGUN, name, number)
@@ -44,7 +45,8 @@ def read(folder: Path) -> Recording:
 def test_recorder_keeps_events_before_and_after_persist(tmp_path: Path) -> None:
     recorder = Recorder("a/0")
     recorder.note(Kind.STATE, recorder.name("before"))
-    recorder.persist(str(tmp_path / "a-0"), RUN)
+    recorder.persist_at(str(tmp_path / "a-0"), RUN)
+    recorder.renew()
     recorder.note(Kind.WEIGHTS, recorder.name("after"), 7, 0.5)
     recorder.beat()
     found = read(tmp_path)
@@ -70,7 +72,8 @@ def test_recorder_keeps_events_of_killed_process(tmp_path: Path) -> None:
 
 def test_recorder_is_bounded_and_keeps_newest(tmp_path: Path) -> None:
     recorder = Recorder("a/0")
-    recorder.persist(str(tmp_path / "a-0"), RUN)
+    recorder.persist_at(str(tmp_path / "a-0"), RUN)
+    recorder.renew()
     name = recorder.name("x")
     for number in range(NUM_SLOTS + 100):
         recorder.note(Kind.STATE, name, number)
@@ -84,7 +87,8 @@ def test_recorder_is_bounded_and_keeps_newest(tmp_path: Path) -> None:
 def test_recorder_call_has_one_slot(tmp_path: Path) -> None:
     """A call whose slot was overwritten before its end keeps both times."""
     recorder = Recorder("script")
-    recorder.persist(str(tmp_path / "script"), RUN)
+    recorder.persist_at(str(tmp_path / "script"), RUN)
+    recorder.renew()
     name, state = recorder.name("a/0 step"), recorder.name("x")
     early = recorder.note(Kind.SENT, name, 1, at=1.0)
     for _ in range(NUM_SLOTS - 3):
@@ -104,7 +108,8 @@ def test_recorder_call_has_one_slot(tmp_path: Path) -> None:
 
 def test_recorder_names_are_bounded(tmp_path: Path) -> None:
     recorder = Recorder("a/0")
-    recorder.persist(str(tmp_path / "a-0"), RUN)
+    recorder.persist_at(str(tmp_path / "a-0"), RUN)
+    recorder.renew()
     for number in range(NUM_NAMES + 10):
         recorder.note(Kind.STATE, recorder.name(f"name {number}"))
     names = [each.name for each in read(tmp_path).events]
@@ -114,7 +119,8 @@ def test_recorder_names_are_bounded(tmp_path: Path) -> None:
 
 def test_recorder_many_threads(tmp_path: Path) -> None:
     recorder = Recorder("a/0")
-    recorder.persist(str(tmp_path / "a-0"), RUN)
+    recorder.persist_at(str(tmp_path / "a-0"), RUN)
+    recorder.renew()
 
     def work(start: int) -> None:
         for number in range(start, start + 1000):
