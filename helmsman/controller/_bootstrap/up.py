@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -61,7 +63,10 @@ from helmsman.controller._node.run_registry import (
     new_run_id,
 )
 from helmsman.rpc_server._process.safe_files import private_directory, remove_tree
+from helmsman.rpc_server._process.upkeep import Folder, Upkeep
 from helmsman.rpc_server._wire.tls import TLS_VARIABLE, uses_tls
+
+log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "HELMSMAN_TOKEN"
 _LONGEST_PLACE = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789")
@@ -248,9 +253,15 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
                 if left.state == "dead" and left.record is not None and left.record.scheduler == UP:
                     remove(left)
             remove_old_logs()
-            undo.callback(RunLock(run_id, UP, folder).release)
+            record = RunLock(run_id, UP, folder)
+            undo.callback(record.release)
             with private_directory(folder.parent, folder.name):
                 undo.callback(_remove_folder, folder)
+            upkeep = Upkeep(functools.partial(log.warning, "run %s: %s", run_id))
+            undo.callback(upkeep.stop)
+            upkeep.add(f"its record {record.path}", record.renew)
+            upkeep.add("", Folder(folder, with_files=True).renew)
+            upkeep.start()
         except OSError as error:
             raise PreflightError(
                 f"the folder for Ray's files and the run's record cannot be created in "

@@ -25,6 +25,7 @@ from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.safe_files import remove_tree
+from helmsman.rpc_server._process.upkeep import Folder
 from helmsman.rpc_server._ray_forks.install import end_forks
 from helmsman.rpc_server._ray_forks.ray_patches import forbid_auto_start
 
@@ -46,6 +47,8 @@ class EmbeddedRay:
 
     def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]], logs: Path) -> None:
         self._logs = logs
+        self.session = Folder(logs.parent, with_files=True)
+        """Ray's folder of sockets and logs."""
         self._ending: asyncio.Task[None] | None = None
         self._error: dict[str, Any] | None = None
         """Fields of the ClusterLostError once it is lost."""
@@ -61,6 +64,7 @@ class EmbeddedRay:
 
     def unwatch(self) -> None:
         """Stop watching its processes, before they are ended."""
+        self.session.close()
         while self._pidfds:
             pidfd = self._pidfds.pop()
             asyncio.get_running_loop().remove_reader(pidfd)
@@ -86,6 +90,18 @@ class EmbeddedRay:
         # Disconnect at once: otherwise the next use of the raylet's object store would end this
         # process.
         self._begin_end(_END_S, keep_session=True)
+
+    @property
+    def removal(self) -> str:
+        """Why it cannot start workers, if its folder of sockets was removed; else ''."""
+        folder = self._logs.parent
+        if (folder / "sockets" / "raylet").exists():
+            return ""
+        return (
+            f"Ray's session folder {folder} was removed, expected its sockets: cleaners of "
+            "temporary files remove old files. Workers that run are not affected. Start the script "
+            "again, with RAY_TMPDIR at a folder that is not cleaned"
+        )
 
     @property
     def loss(self) -> ClusterLostError | None:

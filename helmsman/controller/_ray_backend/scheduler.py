@@ -175,6 +175,8 @@ class RayBackend(Backend):
                 self._address, run.id, self._sizes, run.log_dir, self._preload, run.timeouts.start_s
             )
         self._ray = current()
+        if self._ray is not None:
+            run.upkeep.add("", self._ray.session.renew)
         self._here = ray.get_runtime_context().get_node_id()
 
         def reference_of(handle: ResultHandle) -> Any:
@@ -213,6 +215,9 @@ class RayBackend(Backend):
     async def launch(self, start: Launch) -> list[WorkerClient]:
         job, places, deadline, resources = start
         self.allocator.require_ray()
+        if self._ray is not None and (reason := self._ray.removal):
+            rank, place = next(iter(places.items()))
+            raise start_error(f"{job.role}/{rank}", place.node, reason)
         workers: list[RayWorker] = []
         resources.push_async_callback(_kill_all, workers)
         for place in places.values():

@@ -77,10 +77,15 @@ class Folder:
     """A directory that is locked against systemd-tmpfiles, and touched.
 
     Its lock is shared, and ends with the process at the latest. It does not make the directory.
+
+    Args:
+        path: The directory.
+        with_files: Whether to touch everything below, too; only for directories of this run alone.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._path, self._fd = path, -1
+    def __init__(self, path: str | Path, *, with_files: bool = False) -> None:
+        self._path, self._with_files, self._fd = path, with_files, -1
+        self._touched = time.monotonic()
 
     def renew(self) -> bool:
         """Lock and touch the directory; see Upkeep."""
@@ -90,6 +95,12 @@ class Folder:
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             touch(self._path)
+            if self._with_files and time.monotonic() - self._touched > _TOUCH_S:
+                self._touched = time.monotonic()
+                for folder, _, names in os.walk(self._path):
+                    for each in (folder, *(os.path.join(folder, name) for name in names)):
+                        with contextlib.suppress(OSError):  # removed meanwhile
+                            touch(each)
         return False
 
     def close(self) -> None:
@@ -170,6 +181,6 @@ def is_file_at(path: str | Path, entry: os.stat_result) -> bool:
 
 def touch(path: str | Path) -> None:
     """Set the times of a file to now, if they are an hour old."""
-    entry, now = os.stat(path), time.time()
-    if min(entry.st_atime, entry.st_mtime) < now - _TOUCH_S:
-        os.utime(path)
+    entry = os.stat(path, follow_symlinks=False)
+    if min(entry.st_atime, entry.st_mtime) < time.time() - _TOUCH_S:
+        os.utime(path, follow_symlinks=False)

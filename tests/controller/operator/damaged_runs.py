@@ -236,3 +236,26 @@ def run_command(folder: Path, places: Path, command: str, record: bytes, locked:
         code = main([command, *arguments.get(command, [str(folder)])])
         shown.flush()
     return code
+
+
+ARGUMENTS = {
+    "damages": st.lists(DAMAGES, min_size=1, max_size=5),
+    "command": st.sampled_from(COMMANDS),
+    "record": RECORDS,
+    "locked": st.booleans(),
+}
+
+
+def check_command(
+    recorded: Path, places: Path, damages: list[Damage], command: str, record: bytes, locked: bool
+) -> None:
+    """Damage a copy of a log directory, and check that a command ends with a documented code."""
+    folder = recorded.parent / "damaged"
+    shutil.copytree(recorded, folder)
+    try:
+        for damage in damages:
+            with contextlib.suppress(OSError):  # an earlier one has replaced its folder
+                damage(folder)
+        assert run_command(folder, places, command, record, locked) in (0, 1, 2)
+    finally:
+        shutil.rmtree(folder)

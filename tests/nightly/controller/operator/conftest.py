@@ -1,7 +1,7 @@
-"""Fixture: a run with a staged fault."""
+"""Fixtures: a run with a staged fault, and the files of a run that has ended."""
 
 from __future__ import annotations
 
-from tests.controller.operator.conftest import stage
+from tests.controller.operator.conftest import places, recorded, stage
 
-__all__ = ["stage"]
+__all__ = ["places", "recorded", "stage"]

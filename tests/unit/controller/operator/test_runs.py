@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from helmsman.controller._node.run_registry import RunRecord
-from helmsman.controller._operator.logs import follow
+from helmsman.controller._operator.logs import follow, parse_time
 from helmsman.controller._operator.recordings import read_timeline
 from helmsman.controller._operator.runs import FoundRun, first_of_each_script
 from helmsman.controller.cli import main
+from helmsman.rpc_server._process.recorder import FILE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -80,3 +81,81 @@ for number in range(1, 4):
         assert run.end_ns is not None
         assert sent.end_ns is not None
         assert sent.begin_ns <= run.begin_ns < run.end_ns <= sent.end_ns
+
+
+def _closed_run(folder: Path, *lines: str) -> None:
+    log = ("begins: x", "is closed")
+    texts = [f"2026-11-27 04:00:0{at},000 INFO run abc {text}" for at, text in enumerate(log)]
+    (folder / "driver.log").write_text("\n".join(texts) + "\n")
+    (folder / "a-0.log").write_text("\n".join(("2026-11-27 04:00:00,500 a/0 starts", *lines)))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2026-11-27 04:00:00,500 x", True),
+        ("2026-11-27T04:00:00.123456789 x", True),
+        ("2026-02-30 10:00:00 x", False),
+        ("0000-00-00 00:00:00 x", False),
+        ("0001-01-01 00:00:00 x", False),
+        ("9999-12-31 23:59:59 x", False),
+        ("2026-11-27 25:61:00 x", False),
+        ("2026-11-27 ::::::::", False),
+        ("\u0662\u0660\u0662\u0666-01-01 00:00:00 x", False),
+    ],
+)
+def test_time_of_a_line(text: str, expected: bool) -> None:
+    assert (parse_time(text, latest=4e9) is not None) == expected
+
+
+def test_times_of_lines_do_not_move_the_end_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _closed_run(tmp_path, "9998-12-31 00:00:00 a licence ends", "2199-01-01 00:00:00 x")
+    assert main(["postmortem", str(tmp_path)]) == 0
+    assert "The run was closed normally at 2026-11-27 04:00:01" in capsys.readouterr().out
+
+
+def test_files_that_cannot_be_read_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _closed_run(tmp_path)
+    os.mkfifo(tmp_path / "b-0.log")
+    (tmp_path / "c-0.log").mkdir()
+    (tmp_path / "a-0.1.events").write_bytes(b"helmsman events 3\0".ljust(FILE_BYTES, b"\0"))
+    (tmp_path / "a-0.2.events").write_bytes(b"helmsman events 4\0")
+    (tmp_path / "a-0.3.events").write_bytes(b"other")
+    (tmp_path / "a-0.4.events").write_bytes(b"helmsman events 4\0".ljust(FILE_BYTES, b"\xff"))
+    assert main(["postmortem", str(tmp_path)]) == 0
+    written = capsys.readouterr().err
+    assert f"b-0.log is left out: {tmp_path}/b-0.log is not used: it is a special file" in written
+    assert "c-0.log is left out" in written
+    assert "a-0.1.events is left out: a recording of format 3, expected format 4. Use" in written
+    assert f"a-0.2.events is left out: a recording of 18 bytes, expected {FILE_BYTES}" in written
+    assert "a-0.3.events is left out: a recording of another format, expected" in written
+    assert "a-0.4.events is left out: a recording whose header has no possible time" in written
+
+
+def test_large_logs_need_little_memory(tmp_path: Path) -> None:
+    _closed_run(tmp_path)
+    with (tmp_path / "a-0.log").open("r+b") as file:
+        file.truncate(20 << 30)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n2026-11-27 04:00:00,900 the last line\n")
+    (tmp_path / "b-0.log").write_bytes(b"\n" * (1 << 20))
+    code = (
+        "import resource, sys\n"
+        "from helmsman.controller.cli import main\n"
+        "code = main(sys.argv[1:])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "postmortem", tmp_path],
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stderr.splitlines()[-1]) < 200, "MiB"
