@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -67,10 +69,26 @@ def only_run_in(out: Path) -> Iterator[None]:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append a line of JSON by one write, so that readers never see half of it."""
+    """Append a line of JSON by one write, so that readers never see half of it.
+
+    Raises:
+        OSError: It names the file. The disk may be full; no half of the line is left then.
+    """
     line = msgspec.json.encode(value) + b"\n"
-    with open(path, "ab", buffering=0) as file:
-        file.write(line)
+    with open(path, "ab", buffering=0) as file, _naming(path):
+        end = file.seek(0, os.SEEK_END)
+        if file.write(line) != len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add the file to an error of a write, which has none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
@@ -111,5 +129,6 @@ def write_json(path: Path, value: Any) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file's content by renaming a temporary file."""
     temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    with _naming(path):
+        temporary.write_bytes(data)
+        temporary.replace(path)

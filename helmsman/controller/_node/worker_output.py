@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from helmsman.rpc_server._process.safe_files import open_regular
+
 _EVERY_S = 0.2
 _MOST_BYTES = 1 << 20
 """Largest part of one log that is read at once."""
@@ -27,7 +29,7 @@ class WorkerOutput:
 
     def __init__(self, log_dir: str | Path, role: str | None = None) -> None:
         self._folder, self._pattern = Path(log_dir), f"{role or '*'}-*.log" if role else "*.log"
-        self._ends = {path: path.stat().st_size for path in self._logs()}
+        self._ends = {path: path.lstat().st_size for path in self._logs()}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="helmsman-output", daemon=True)
         self._thread.start()
@@ -45,11 +47,11 @@ class WorkerOutput:
     def _print_new(self) -> None:
         for path in self._logs():
             try:
-                with open(path, "rb") as file:
+                with os.fdopen(open_regular(path), "rb") as file:
                     file.seek(self._ends.get(path, 0))
                     data = file.read(_MOST_BYTES)
             except OSError:
-                continue  # removed, or another user's
+                continue  # removed, another user's, or no file
             complete = data.rfind(b"\n") + 1 if len(data) < _MOST_BYTES else len(data)
             self._ends[path] = self._ends.get(path, 0) + complete
             lines = data[:complete].decode(errors="replace").splitlines()

@@ -7,6 +7,7 @@ import inspect
 import os
 import pdb
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,25 @@ from helmsman.rpc_server._process.safe_files import private_directory, read_own
 from helmsman.rpc_server._wire.codec import Payload, decode
 from helmsman.rpc_server._wire.messages import Verb
 
+_NAME = re.compile(r"([0-9]{1,18})\.call")
+
 
 def kept_calls(log_dir: Path) -> dict[int, KeptCall]:
     """Return a run's kept calls by number; only of this user, since replay unpickles arguments."""
     found = {}
     try:
         with private_directory(log_dir, FOLDER, create=False) as folder:
-            for name in os.listdir(folder):
-                content, fd = read_own(name, folder, str(log_dir / FOLDER / name))
+            for match in filter(None, map(_NAME.fullmatch, os.listdir(folder))):
+                path = str(log_dir / FOLDER / match[0])
+                content, fd = read_own(match[0], folder, path)
                 os.close(fd)
-                found[int(name.partition(".")[0])] = msgspec.msgpack.decode(content, type=KeptCall)
+                try:
+                    found[int(match[1])] = msgspec.msgpack.decode(content, type=KeptCall)
+                except (msgspec.MsgspecError, RecursionError) as error:
+                    raise HelmsmanError(
+                        f"the call in {path} cannot be read: {error}, expected one of this version "
+                        "of Helmsman. Remove it, or use the version that has kept it"
+                    ) from error
     except FileNotFoundError:
         return {}
     return dict(sorted(found.items()))

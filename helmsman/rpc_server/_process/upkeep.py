@@ -1,6 +1,6 @@
 """Upkeep of the files of a run of weeks: cleaners of temporary files, removed logs, full disks.
 
-systemd-tmpfiles, tmpreaper and tmpwatch remove what nobody has read or written for days. All go by
+systemd-tmpfiles, tmpreaper and tmpwatch remove files that were not used for days. All go by
 times, so the files of a live run are touched. systemd-tmpfiles also skips a directory, and all
 below it, on which a process holds a BSD lock (tmpfiles.d(5), "Age").
 """
