@@ -83,7 +83,8 @@ def _run(world: World) -> FoundRun:
 def event(world: World) -> Pair:
     folder = world.until_case_ends.enter_context(tempfile.TemporaryDirectory())
     recorder = Recorder("a/0")
-    recorder.persist(f"{folder}/a-0", "0123456789")
+    recorder.persist_at(f"{folder}/a-0", "0123456789")
+    recorder.renew()
     world.until_case_ends.callback(recorder.close)
     name = recorder.name("a/0.step")
 

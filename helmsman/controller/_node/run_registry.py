@@ -217,7 +217,15 @@ class RunLock:
             if is_file_at(self.path, os.fstat(self._fd)):
                 touch(self.path)
                 return False
-            self._write()
+            try:
+                self._write()
+            except OSError:
+                # XDG_RUNTIME_DIR ends with the last session of the user, which a run may outlive.
+                others = [each for each in record_places() if each != self._place]
+                if not others:
+                    raise
+                self._place = others[0]
+                self._write()
             return True
 
     def _forget(self) -> None:

@@ -149,8 +149,11 @@ def _take(
 
 def _find_recorded(options: argparse.Namespace) -> FoundRun:
     run = find_run(options.run_id)
-    if not os.path.isdir(run.log_dir):
-        raise RunNotFoundError(f"the log directory of run {run.run_id} was removed: {run.log_dir}.")
+    try:
+        os.listdir(run.log_dir)
+    except FileNotFoundError as error:
+        text = f"the log directory of run {run.run_id} was removed: {run.log_dir}."
+        raise RunNotFoundError(text) from error
     for each in [*logs.fetch_files(run), *logs.list_unread(run.log_dir)]:
         print(f"helmsman: {each}", file=sys.stderr)
     return run

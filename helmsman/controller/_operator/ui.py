@@ -25,7 +25,7 @@ from helmsman.controller._schedulers.run_view import SCRIPT
 
 _SHOWN_S, _REPORT_S = 60.0, 600.0
 _MOST_SPANS = 20_000
-_MOST_LINES = 200
+_MOST_LINES, _MOST_CHARS = 200, 2000
 _MOST_DETAILS = 200
 _PLACEHOLDER = '<script id="data" type="application/json">null</script>'
 _BAD = (" WARNING ", " ERROR ", " CRITICAL ")
@@ -56,7 +56,7 @@ def write_report(run: FoundRun, out: Path) -> None:
 def _state_of(run: FoundRun, shown_s: float = _SHOWN_S) -> dict[str, Any]:
     """Return the data of the page about a run, alive or ended, with the last seconds of it."""
     timeline = read_timeline(run.log_dir, only_script=True)
-    lines = (text for _, _, text in read_lines(run.log_dir, SCRIPT))
+    lines = (text[:_MOST_CHARS] for _, _, text in read_lines(run.log_dir, SCRIPT))
     errors = (text for text in lines if any(level in text for level in _BAD))
     snapshot = _snapshot(run, timeline)
     return {
@@ -109,7 +109,7 @@ def _worker_detail(run: FoundRun, worker_id: str) -> dict[str, Any]:
 
 
 def _detail(run: FoundRun, worker: WorkerSnapshot) -> dict[str, Any]:
-    lines = (line for _, _, line in read_lines(run.log_dir, worker.worker_id))
+    lines = (line[:_MOST_CHARS] for _, _, line in read_lines(run.log_dir, worker.worker_id))
     text = "the run has ended" if not run.is_alive else f"no stacks: {worker.error}"
     if run.is_alive and worker.report is not None and worker.report.stacks:
         text = stack_text(worker.worker_id, worker.report.stacks)

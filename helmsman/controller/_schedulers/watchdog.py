@@ -92,9 +92,12 @@ class Watchdog:
         diagnosis, policy = diagnose_run(now, before), self._view.hang_policy
         slow = [f"{each.text} ({seconds(each.age_s)})" for each in overdue]
         path = str(self._run.log_dir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt")
-        with os.fdopen(open_log(path, self._run.id), "a", encoding="utf-8") as file:
-            shown = f"Overdue: {', '.join(slow[:8])}", why_text(diagnosis), stacks_text(now)
-            file.write("\n\n".join(shown) + "\n")
+        try:
+            with os.fdopen(open_log(path, self._run.id), "a", encoding="utf-8") as file:
+                shown = f"Overdue: {', '.join(slow[:8])}", why_text(diagnosis), stacks_text(now)
+                file.write("\n\n".join(shown) + "\n")
+        except OSError as error:
+            path = f"helmsman why; {path} cannot be written: {error.strerror}"
         cause = next((each.cause for each in diagnosis.findings), diagnosis.waits_for)
         log.warning("run %s may hang: %s is overdue. %s See %s", self._run.id, slow[0], cause, path)
         if policy.notify is not None:

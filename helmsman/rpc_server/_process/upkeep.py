@@ -175,7 +175,7 @@ def is_file_at(path: str | Path, entry: os.stat_result) -> bool:
     """Return whether an open file or directory is still at its path."""
     try:
         return os.path.samestat(os.stat(path), entry)
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

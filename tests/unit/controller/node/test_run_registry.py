@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -104,6 +105,28 @@ def test_run_lock_without_a_runtime_directory(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     assert ("0123456789", True) in [(record.run_id, alive) for record, alive in read_runs()]
     lock.release()
+
+
+def test_run_lock_outlives_the_runtime_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It ends with the last session of the user; a record that was removed is written again."""
+    runtime = tmp_path / "runtime"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    lock = RunLock("0123456789", "Test", tmp_path)
+    assert not lock.renew()
+    lock.path.unlink()
+    assert lock.renew()
+    assert runtime in lock.path.parents
+    shutil.rmtree(runtime)
+    runtime.touch()
+    assert lock.renew()
+    assert lock.path == user_dir() / "runs" / "0123456789.json"
+    assert [(record.run_id, alive) for record, alive in read_runs()] == [("0123456789", True)]
+    lock.release()
+    assert not lock.renew()
+    assert read_runs() == []
 
 
 # --- retention ------------------------------------------------------------------------------------
