@@ -260,7 +260,7 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
             upkeep = Upkeep(functools.partial(log.warning, "run %s: %s", run_id))
             undo.callback(upkeep.stop)
             upkeep.add(f"its record {record.path}", record.renew)
-            upkeep.add("", Folder(folder, with_files=True).renew)
+            upkeep.add(f"its folder {folder}", Folder(folder, with_files=True).renew)
             upkeep.start()
         except OSError as error:
             raise PreflightError(

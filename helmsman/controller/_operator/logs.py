@@ -100,7 +100,7 @@ class _Log:
             skipped = entry.st_size - (self._most_bytes or entry.st_size)
             if self._offset == 0 and skipped > 0:
                 file.seek(skipped)
-                self._offset = skipped + len(file.readline(self._most_bytes or 0))
+                self._offset = skipped + len(file.readline(_LONGEST_LINE))
             self._latest = entry.st_mtime + _AHEAD_S
             return entry.st_size
 

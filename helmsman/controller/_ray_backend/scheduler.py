@@ -176,7 +176,7 @@ class RayBackend(Backend):
             )
         self._ray = current()
         if self._ray is not None:
-            run.upkeep.add("", self._ray.session.renew)
+            run.upkeep.add("Ray's session folder", self._ray.session.renew)
         self._here = ray.get_runtime_context().get_node_id()
 
         def reference_of(handle: ResultHandle) -> Any:

@@ -56,7 +56,7 @@ class Run:
             self.recorder.persist_at(str(self.log_dir / "script"), self.id)
             self.upkeep.add(f"its log {self._log.baseFilename}", self._log.renew)
             self.upkeep.add(f"its flight recorder in {self.log_dir}", self.recorder.renew)
-            self.upkeep.add("", self._folder.renew)
+            self.upkeep.add(f"its folder {self.log_dir}", self._folder.renew)
 
     def end(self) -> None:
         """Close the log and the recorder, and give up their folder. Idempotent."""

@@ -136,6 +136,16 @@ def test_files_that_cannot_be_read_are_named(
     assert "a-0.4.events is left out: a recording whose header has no possible time" in written
 
 
+def test_large_log_without_lines_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A progress bar ends its states by carriage returns."""
+    _closed_run(tmp_path)
+    (tmp_path / "a-0.log").write_bytes(b"50 %\r" * (1 << 20) + b"done")
+    assert main(["logs", str(tmp_path), "a/0"]) == 0
+    assert capsys.readouterr().out.endswith("50 %\rdone\n")
+
+
 def test_large_logs_need_little_memory(tmp_path: Path) -> None:
     _closed_run(tmp_path)
     with (tmp_path / "a-0.log").open("r+b") as file:
