@@ -115,7 +115,7 @@ class _Log:
 
     def _line(self, text: str) -> Line:
         self._time = parse_time(text, self._latest) or self._time
-        return self._time, self._source, text[:_LONGEST_LINE]
+        return self._time, self._source, text
 
 
 def files_of(log_dir: Path, pattern: str) -> list[Path]:
