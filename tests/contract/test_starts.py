@@ -79,7 +79,9 @@ def _workers_of_this_machine() -> set[int]:
     found = set()
     for process in psutil.Process().children(recursive=True):
         name = command_of(process)
-        if "ray::RayRPCServer" in name or "helmsman: " in name:
+        # The fork server stays until the scheduler is closed.
+        is_ours = "helmsman: " in name and "helmsman: forkserver" not in name
+        if is_ours or "ray::RayRPCServer" in name:
             found.add(process.pid)
     return found
 
