@@ -10,6 +10,9 @@ import msgspec
 
 from helmsman.api.workers import WorkerHealth
 
+_FIRST = 15.0
+"""The first operation of a kind is overdue after this multiple of the floor."""
+
 
 class Frame(msgspec.Struct, frozen=True):
     """A frame of a Python stack."""
@@ -19,6 +22,23 @@ class Frame(msgspec.Struct, frozen=True):
     function: str
     text: str = ""
     """Source line, without indentation; '' if it is not available."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of a thread or of an asyncio task, as the kernel and the event loop count it."""
+
+    number: int
+    """Identifies the thread or task in its process."""
+    cpu_s: float | None = None
+    """Seconds in which the thread ran or waited for a CPU; None for a task."""
+    moved_bytes: int = 0
+    """Bytes that the thread has read and written, without network connections."""
+    quiet_s: float | None = None
+    """Seconds since data moved on the connections that it waits for; None if it waits for none."""
+    waits_in: str = ""
+    """System call that it waits in, and its file or peer; '' if it runs, and for a task."""
+    num_wakes: int = 0
+    """Number of times that a task was seen to wait for another future than before."""
 
 
 class StackTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +51,8 @@ class StackTrace(msgspec.Struct, frozen=True, kw_only=True):
     """'engine.method' that it executes; '' for a thread without a call."""
     running_s: float | None = None
     """Seconds since the call began."""
+    progress: Progress | None = None
+    """None if it was observed from outside."""
 
 
 class CollectiveState(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,13 +93,25 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     swap_bytes: int = 0
     """Memory of the process that is swapped out."""
     runnable_s: float = 0.0
-    """Seconds in which its threads could run and had no CPU, added up."""
+    """Seconds in which threads of it and of its descendants computed, but had no CPU."""
+    moved_bytes: int = 0
+    """Bytes that its threads have read and written, without network connections."""
+    children_bytes: int = 0
+    """The same of its descendants, but not of Helmsman's and Ray's processes."""
+    quiet_s: float | None = None
+    """Seconds since data moved on a connection that the code of engines has opened; None without
+    any.
+    """
+    pauses_s: list[float] = []
+    """Lengths of the times in the last half minute in which the process was stopped."""
     clock_jump_s: float = 0.0
     """Seconds by which the node's clock was set since its start; negative if it was set back."""
     stacks: list[StackTrace]
     """Stacks of threads and tasks that execute calls, or of a script's main thread and tasks."""
     children: dict[int, tuple[str, str]] = {}
     """Pid of a direct child, such as a worker of a DataLoader -> (state in /proc, command)."""
+    forkserver: Progress | None = None
+    """Progress of the process that forks a script's local workers, and of its descendants."""
     node: str = ""
     """Address of its node; '' if it is unknown."""
     memory_available: int
@@ -97,6 +131,8 @@ class OpenCall(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     median_s: float | None = None
     """Median duration of earlier calls of this method in this role; None without any."""
+    limit_s: float | None = None
+    """Age in seconds from which the run's HangPolicy calls it overdue; None if it is unknown."""
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +170,8 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     instance_id: str
     """'' while it is queued."""
+    overtaken_s: float = 0.0
+    """Seconds by which the newest request that has started was submitted later."""
 
 
 class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +207,8 @@ class PhaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     median_s: float | None = None
     """Median duration of earlier phases of this kind; None without any."""
+    limit_s: float | None = None
+    """Age in seconds from which the run's HangPolicy calls it overdue; None for the first one."""
     waits_for: str = ""
     """For a start: the holders of the resources that it waits for."""
 
@@ -259,6 +299,15 @@ class HangPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """No operation is overdue before this; the first of its kind not before 15 times this."""
     factor: float = 10.0
     """An operation is overdue from this multiple of the median of earlier ones."""
+
+    def limit_s(self, median_s: float | None) -> float:
+        """Return the age in seconds from which an operation is overdue.
+
+        Args:
+            median_s: Median of earlier ones in seconds; None for the first one.
+        """
+        first_s = _FIRST * self.floor_s
+        return first_s if median_s is None else max(self.floor_s, self.factor * median_s)
 
 
 class RunReporter:

@@ -16,7 +16,7 @@ from helmsman.controller._node.control_socket import ControlSocket, Query
 from helmsman.controller._node.run_registry import UP, record_here
 from helmsman.controller._schedulers.outside import observe_workers, observed_report
 from helmsman.controller._schedulers.run_view import SCRIPT
-from helmsman.rpc_server._host.examination import proc_text
+from helmsman.rpc_server._host.progress import proc_text
 from helmsman.rpc_server._process.guardian import family, process_of
 
 _RAY = ("gcs_server", "raylet")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from helmsman.api.run_state import CollectiveState, NcclRank
 from helmsman.controller._diagnosis.evidence import (
+    FIRST_S,
     FLOOR_S,
     STATES,
     Evidence,
@@ -15,12 +17,12 @@ from helmsman.controller._diagnosis.evidence import (
     seconds,
     usual,
 )
-from helmsman.controller._diagnosis.stacks import at, named
+from helmsman.controller._diagnosis.stacks import named, place
 
 _STRUCTURAL_S = 5.0
 """Ranks that wait for each other are a finding after this time."""
-_EXTERNAL_S = 15.0
-"""The first call of a method is long after this if it waits for something outside its process."""
+_FACTOR = 10.0
+"""A call that computes is long from this multiple of the median of earlier ones."""
 _SAME_ORDER = "Every rank must call the same collectives with the same shapes, in the same order"
 _BRANCH = f"{_SAME_ORDER}; look for a branch that depends on the rank or on its data."
 _NETWORK = (
@@ -164,43 +166,52 @@ def _absent(
 def blocked_calls(evidence: Evidence) -> Iterator[Finding]:
     """A call takes much longer than earlier ones and makes no progress."""
     for worker in evidence.busy:
-        call, report = worker.call, worker.now.report
-        kind = worker.wait.kind if worker.wait is not None else ""
+        call, report, wait = worker.call, worker.now.report, worker.wait
         if call is None or not (worker.answers and worker.is_in_call):
             continue
+        kind = wait.kind if wait is not None else ""
         is_alone = kind != "collective" or worker.now.world_size == 1
-        if not (is_alone and worker.is_idle and worker.is_still):
+        is_blocked = worker.is_idle and worker.is_still
+        # The first call of a method may compute for long, as a compilation does; and a task may
+        # wait for a thread that serves many.
+        is_thread = worker.stack is not None and worker.stack.thread != "task"
+        is_endless = is_thread and worker.is_in_place and not worker.moves_data
+        limits = {"factor": _FACTOR, "floor_s": FIRST_S, "first_s": math.inf}
+        if not is_alone or not (
+            (is_blocked and is_long(call.age_s, call.median_s, first_s=FIRST_S))
+            or (is_endless and is_long(call.age_s, call.median_s, **limits))
+        ):
             continue
-        first_s = 30.0 if kind in ("", "sleep") else _EXTERNAL_S
-        if not is_long(call.age_s, call.median_s, first_s=first_s):
-            continue
-        shown = [
+        children = [
             f"child process {pid} is {STATES.get(state, state)}: {command[:80]}"
             for pid, (state, command) in (report.children if report is not None else {}).items()
             if state in "TZ" or kind in ("loader", "message", "process")
         ]
+        frames = worker.stack.frames[-4:] if worker.stack is not None and not kind else []
+        stack = [f"its stack: {place(each)}" for each in frames]
         cause = f"{call.name} on {worker.id} {worker.doing} and has not ended for "
         cause += f"{seconds(call.age_s)}."
-        step = (
-            worker.wait.next_step
-            if worker.wait is not None
-            else "helmsman stacks shows all threads."
-        )
-        shown = [usual(call.median_s), *shown[:8]]
-        rule = f"waits: {kind}" if kind else "no progress"
+        step = wait.next_step if wait is not None else "helmsman stacks shows all threads."
+        waits_in = [f"its thread waits in {worker.waits_in}"] if worker.waits_in else []
+        shown = [usual(call.median_s), *waits_in, *children[:8], *stack]
+        rule = f"waits: {kind}" if kind else "no progress, cause unknown"
         yield Finding(rule, worker.id, cause, step, [worker.id], shown, call.age_s)
 
 
 def slow_calls(evidence: Evidence) -> Iterator[Finding]:
-    """A call takes much longer than earlier ones, but computes."""
+    """A call takes much longer than earlier ones, but makes progress; it may be overdue."""
     for worker in evidence.busy:
-        call, wait = worker.call, worker.wait
-        if call is None or call.median_s is None or (wait and wait.kind == "collective"):
+        overdue = [e for e in worker.now.calls if e.limit_s is not None and e.age_s > e.limit_s]
+        call = (overdue or worker.now.calls)[0]
+        is_collective = worker.wait is not None and worker.wait.kind == "collective"
+        if not overdue and (is_collective or not is_long(call.age_s, call.median_s)):
             continue
-        if is_long(call.age_s, call.median_s):
-            took = f"has run for {seconds(call.age_s)}; {usual(call.median_s)}"
-            cause = f"{call.name} on {worker.id} {took}. It makes progress{at(worker.stack)}."
-            yield Finding(
-                *("slow call", worker.id, cause, "", [worker.id], [], call.age_s),
-                is_problem=False,
-            )
+        cause = f"{call.name} on {worker.id} has run for {seconds(call.age_s)}; "
+        cause += usual(call.median_s)
+        if overdue:
+            cause += f". It is overdue by the run's HangPolicy from {seconds(call.limit_s)}"
+        cause += f". It {worker.doing}."
+        step = "helmsman stacks shows all threads." if overdue else ""
+        rule, own = "overdue call" if overdue else "slow call", [worker.id]
+        is_problem = bool(overdue)
+        yield Finding(rule, worker.id, cause, step, own, [], call.age_s, is_problem)

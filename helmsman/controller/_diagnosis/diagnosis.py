@@ -16,9 +16,11 @@ RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     process_rules.supervised_node,
     process_rules.event_loop,
     process_rules.worker_processes,
+    process_rules.paused_processes,
     process_rules.silent_nodes,
     process_rules.nodes,
     flow_rules.placement,
+    flow_rules.starts,
     call_rules.collectives,
     call_rules.recorded_collectives,
     call_rules.nccl_ranks,
@@ -28,6 +30,7 @@ RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     call_rules.blocked_calls,
     flow_rules.script_waits,
     call_rules.slow_calls,
+    flow_rules.overdue_phases,
 )
 """A finding of an earlier rule may be the cause of those of later ones."""
 
@@ -43,7 +46,12 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_healthy(self) -> bool:
         """Whether there is no problem."""
-        return not any(each.is_problem for each in self.findings)
+        return not self.problems
+
+    @property
+    def problems(self) -> list[Finding]:
+        """The findings that are more than a note."""
+        return [each for each in self.findings if each.is_problem]
 
 
 def diagnose_run(now: RunSnapshot, before: RunSnapshot) -> Diagnosis:

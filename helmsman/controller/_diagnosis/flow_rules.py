@@ -5,8 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from helmsman.api.run_state import RolloutSnapshot
-from helmsman.controller._diagnosis.evidence import BUSY, Evidence, Finding, is_long, seconds, usual
+from helmsman.api.run_state import RequestSnapshot, RolloutSnapshot, StackTrace
+from helmsman.controller._diagnosis.evidence import (
+    BUSY,
+    FIRST_S,
+    Evidence,
+    Finding,
+    earlier_of,
+    is_long,
+    made_by,
+    seconds,
+    usual,
+)
 from helmsman.controller._diagnosis.stacks import (
     at,
     in_helmsman,
@@ -19,7 +29,11 @@ from helmsman.controller._diagnosis.stacks import (
 _PENDING_S = 5.0
 _SYNC_S = 20.0
 """The first weight sync is long after this."""
+_STARTING = 0.05
+"""A forkserver that uses more than this share of a core starts workers."""
 _PAUSED_S = 10.0
+_ENDLESS = ("futex", "recv", "connect", "accept", "sem", "flock", "wait")
+"""System calls that end by an event only, unlike the wait of an idle interpreter for input."""
 _SYNC_METHODS = ("update_weights", "publish_weights", "export_weights")
 
 
@@ -33,18 +47,38 @@ def placement(evidence: Evidence) -> Iterator[Finding]:
             yield Finding("placement pending", phase.detail, cause, step, since_s=phase.age_s)
 
 
+def starts(evidence: Evidence) -> Iterator[Finding]:
+    """The process that forks local workers makes no progress while a start waits for it."""
+    reports = evidence.now.script, evidence.before.script
+    now, before = (each.forkserver if each is not None else None for each in reports)
+    if now is None or before is None or evidence.apart_s <= 0:
+        return
+    cpu_share = ((now.cpu_s or 0.0) - (before.cpu_s or 0.0)) / evidence.apart_s
+    if cpu_share > _STARTING or now.moved_bytes > before.moved_bytes:
+        return
+    for phase in evidence.now.phases:
+        if phase.kind == "create_workers" and is_long(phase.age_s, phase.median_s, first_s=FIRST_S):
+            cause = f"The start of {phase.detail} waits for the forkserver, process {now.number}, "
+            cause += "which makes no progress; a module that it preloads may wait."
+            step = f"py-spy dump --pid {now.number} shows its stack; forkserver.log has its output."
+            yield Finding("start stuck", phase.detail, cause, step, since_s=phase.age_s)
+
+
 def weight_sync(evidence: Evidence) -> Iterator[Finding]:
     """A weight sync does not end."""
     for phase in evidence.now.phases:
         if phase.kind != "weight sync" or not is_long(phase.age_s, phase.median_s, first_s=_SYNC_S):
             continue
+        calls = [(w, e) for w in evidence.workers for e in w.now.calls]
+        open_calls = [(w, e) for w, e in calls if e.name.endswith(_SYNC_METHODS)]
         late = {
             worker.id: f"{call.name} on {worker.id} has run for {seconds(call.age_s)}"
             + (f" and {worker.wait.text}" if worker.wait is not None else "")
-            for worker in evidence.workers
-            for call in worker.now.calls
-            if call.name.endswith(_SYNC_METHODS)
+            for worker, call in open_calls
+            if not worker.moves_data
         }
+        if open_calls and not late:
+            continue
         waits = f"{named(late)} have not finished their part" if late else "requests have not ended"
         subject, open_s = named(late) or phase.detail, seconds(phase.age_s)
         cause = f"The weight sync from {phase.detail} has not ended for {open_s}: {waits}."
@@ -64,6 +98,20 @@ def rollouts(evidence: Evidence) -> Iterator[Finding]:
             if reason:
                 text = f"{cause}: {reason}."
                 yield Finding("rollout starved", rollout.role, text, step, since_s=oldest_s)
+        starved = [e for e in rollout.requests if not e.instance_id and _is_overtaken(e, rollout)]
+        if starved and rollout.num_in_flight:
+            first = starved[0]
+            cause = f"Requests of {rollout.role!r} starve: {first.request_id} has been queued for "
+            cause += f"{seconds(first.age_s)}, and requests that came up to "
+            cause += f"{seconds(first.overtaken_s)} later have started before it."
+            step = "Give it a higher priority, or send fewer requests of higher priority."
+            shown = [usual(rollout.median_s), f"{len(starved)} were overtaken"]
+            rule = "requests starve"
+            yield Finding(rule, rollout.role, cause, step, [], shown, first.age_s)
+
+
+def _is_overtaken(request: RequestSnapshot, rollout: RolloutSnapshot) -> bool:
+    return is_long(request.overtaken_s, rollout.median_s)
 
 
 def _not_started(rollout: RolloutSnapshot, *, is_syncing: bool) -> tuple[str, str]:
@@ -97,6 +145,17 @@ def stragglers(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("straggler", named(ids), cause, step, ids, doing, first.age_s)
 
 
+def overdue_phases(evidence: Evidence) -> Iterator[Finding]:
+    """A phase takes longer than the run's HangPolicy allows."""
+    for phase in evidence.now.phases:
+        if phase.limit_s is not None and phase.age_s > phase.limit_s:
+            name = f"{phase.kind} {phase.detail}".rstrip()
+            cause = f"The phase {name} has lasted for {seconds(phase.age_s)}; "
+            cause += f"{usual(phase.median_s)}."
+            step = "helmsman stacks shows all threads."
+            yield Finding("overdue phase", name, cause, step, since_s=phase.age_s)
+
+
 def script_waits(evidence: Evidence) -> Iterator[Finding]:
     """The script itself waits, without a limit, while no worker has anything to do."""
     run, before = evidence.now, evidence.before.script
@@ -112,22 +171,32 @@ def script_waits(evidence: Evidence) -> Iterator[Finding]:
         return
     age_s = run.taken_at - run.started_at if run.idle_s is None else run.idle_s
     is_busy = run.script.cpu_s - before.cpu_s > BUSY * max(evidence.apart_s, 0.01)
-    if is_busy or not is_long(age_s, run.longest_idle_s or None):
+    if is_busy or not is_long(age_s, run.longest_idle_s or None, first_s=FIRST_S):
         return
     earlier = {signature(each) for each in before.stacks}
+    made = [made_by(e, earlier_of(e, before), evidence.apart_s) for e in run.script.stacks]
     own: list[str] = []
     others: list[str] = []  # such as idle threads of pools, which wait in healthy runs, too
-    for each in run.script.stacks:
-        if each.frames and signature(each) in earlier:
-            wait, line = wait_of(each), each.frames[-1].text
-            is_task = each.thread.startswith("task")
-            is_endless = wait.kind != "sleep" if wait is not None else is_task and "await " in line
-            if is_endless:
-                text = f"{each.thread} {wait.text if wait else 'waits' + at(each)}"
-                (own if is_task or each.thread == "main" else others).append(text)
+    for each, progress in zip(run.script.stacks, made, strict=True):
+        is_beside = not progress.is_connected and any(other.moves_data for other in made)
+        if progress.moves_data or is_beside or signature(each) not in earlier:
+            continue
+        if each.frames and (text := _endless_wait(each)):
+            is_own = each.thread.startswith("task") or each.thread == "main"
+            (own if is_own else others).append(f"{each.thread} {text}")
     if own:
         cause = f"The script waits for something outside Helmsman: {own[0]}. No call or request "
         cause += "is open."
         step = "Give the wait a timeout; helmsman stacks RUN script shows all threads."
         shown = [*[*own[1:], *others][:7], f"no call has begun or ended for {seconds(age_s)}"]
         yield Finding("script waits", "script", cause, step, [], shown, age_s)
+
+
+def _endless_wait(stack: StackTrace) -> str:
+    """Describe the wait of a thread or task of the script; '' if it may end by itself."""
+    if (wait := wait_of(stack)) is not None:
+        return wait.text if wait.kind != "sleep" else ""
+    if stack.thread.startswith("task") and "await " in stack.frames[-1].text:
+        return f"waits{at(stack)}"
+    waits_in = stack.progress.waits_in if stack.progress is not None else ""
+    return f"waits in {waits_in}{at(stack)}" if waits_in.startswith(_ENDLESS) else ""

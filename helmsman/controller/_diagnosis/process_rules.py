@@ -19,6 +19,7 @@ _NODE_S = 5.0
 """Nodes of `helmsman up` that are not there are a finding after this time."""
 _LOW_SHARE, _LOW_BYTES = 0.005, 64 << 20
 _LOW_MEMORY_BYTES = 256 << 20
+_LEAST_PAUSES, _PAUSED_S = 2, 3.0
 _SWAPPED_SHARE = 0.2
 _CLOCK_S = 5.0
 _HALTED = ("T", "t", "Z", "gone")
@@ -52,6 +53,20 @@ def script_process(evidence: Evidence) -> Iterator[Finding]:
         yield _stuck(
             "script", run.pid, f"{process} does not run Python: it {doing}.", stack, since_s
         )
+
+
+def paused_processes(evidence: Evidence) -> Iterator[Finding]:
+    """A process is stopped and continued again and again."""
+    found = [(each.id, each.now.report) for each in evidence.workers]
+    for id_, report in [("script", evidence.now.script), *found]:
+        pauses_s = report.pauses_s if report is not None else []
+        if report is None or len(pauses_s) < _LEAST_PAUSES or sum(pauses_s) < _PAUSED_S:
+            continue
+        cause = f"{id_} is stopped and continued again and again: its process {report.pid} was "
+        cause += f"stopped {len(pauses_s)} times in the last half minute, for "
+        cause += f"{seconds(sum(pauses_s))} in all."
+        step = "Look for the program that sends SIGSTOP, and for a freezer of its container."
+        yield Finding("process paused", id_, cause, step, [id_] if id_ != "script" else [])
 
 
 def _continue(pid: int | None, where: str = "") -> str:

@@ -126,7 +126,10 @@ def at(stack: StackTrace | None) -> str:
 
 def wait_of(stack: StackTrace | None) -> Wait | None:
     """Return the wait of a stack; None if it computes, or waits in an unknown way."""
-    kind = _kind_of(stack.frames) if stack is not None and stack.frames else ""
+    if stack is None or not stack.frames:
+        return None
+    is_connected = stack.progress is not None and stack.progress.quiet_s is not None
+    kind = _kind_of(stack.frames) or ("connection" if is_connected else "")
     if not kind:
         return None
     kind, _, collective = kind.partition(":")
@@ -166,6 +169,12 @@ def signature(stack: StackTrace | None) -> tuple[tuple[str, int, str], ...]:
     """Return a key that equal stacks share; () for none."""
     frames = stack.frames if stack is not None else ()
     return tuple((each.file, each.line, each.function) for each in frames)
+
+
+def is_in_place(one: StackTrace | None, other: StackTrace | None) -> bool:
+    """Return whether two stacks are in the same functions, or one in a function of the other."""
+    functions = [[(file, name) for file, _, name in signature(each)] for each in (one, other)]
+    return all(functions) and all(a == b for a, b in zip(*functions, strict=False))
 
 
 def named(names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from helmsman.controller._diagnosis.evidence import seconds, usual
 from helmsman.controller._diagnosis.stacks import at, named, signature, wait_of
 from helmsman.controller._node.observation import size
 
+_MOST_PROBLEMS = 5
 _MOST_ROWS = 40
 """With more workers, a row stands for the workers of a role with the same state and call."""
 
@@ -22,26 +23,23 @@ def _one_line(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
-def is_healthy(run: RunSnapshot) -> bool:
-    """Return whether the script, or the node's supervisor, and all workers answer."""
-    node = run.node
-    if node is not None and (node.is_apart or {s for _, s in node.processes.values()} & {*"TtZ"}):
-        return False
-    return run.answered_by != "observation" and all(map(is_well, run.workers))
+def verdict(diagnosis: Diagnosis) -> str:
+    """Describe the state of a run in a few words."""
+    number = len(diagnosis.problems)
+    return f"{number} problem{'s' if number > 1 else ''}" if number else "no problem found"
 
 
-def is_well(worker: WorkerSnapshot) -> bool:
-    """Return whether a worker answers."""
-    answers = worker.health is not None and worker.health.answered
-    return answers and worker.state in ("ready", "restarting", "unknown")
-
-
-def status_text(run: RunSnapshot, earlier: RunSnapshot | None = None) -> str:
+def status_text(run: RunSnapshot, diagnosis: Diagnosis, earlier: RunSnapshot | None = None) -> str:
     """Format a run on one screen; rates begin at the earlier snapshot, else at the start."""
     age_s, node = max(run.taken_at - run.started_at, 0.0), run.node
     lines = [
         f"run {run.run_id}  {run.scheduler}  up {seconds(age_s)}  pid {run.pid} on {run.host}",
         f"script: {run.command}",
+        f"state: {verdict(diagnosis)}",
+        *(
+            _one_line(f"  {each.rule}: {each.cause}")
+            for each in diagnosis.problems[:_MOST_PROBLEMS]
+        ),
     ]
     if node is not None:
         lines.append(f"rank {node.rank} of {node.count} {node.doing} ({seconds(node.since_s)})")
@@ -179,9 +177,8 @@ def stack_text(name: str, stacks: Sequence[StackTrace]) -> str:
 
 def why_text(diagnosis: Diagnosis) -> str:
     """Format a diagnosis."""
-    number = sum(each.is_problem for each in diagnosis.findings)
-    count = f"{number} problem{'s' if number > 1 else ''}, causes first."
-    lines = [f"run {diagnosis.run_id}: {count if number else 'no problem found.'}"]
+    order = "" if diagnosis.is_healthy else ", causes first"
+    lines = [f"run {diagnosis.run_id}: {verdict(diagnosis)}{order}."]
     for each in diagnosis.findings:
         lines += ["", _one_line(f"{each.rule if each.is_problem else 'note'}: {each.cause}")]
         if not each.is_problem:

@@ -81,6 +81,8 @@ class RequestFlow:
         self.num_in_flight = 0
         self.durations = Durations()
         """Durations of requests that are DONE, from submission to end."""
+        self.newest_started = 0.0
+        """Submission of the newest request that was sent to an instance, on time.monotonic()."""
         self.record: Callable[..., None] = lambda *_: None
         """Records an event: kind, name, number and value."""
         self.num_tokens_done = 0
@@ -194,6 +196,7 @@ class RequestFlow:
             ticket.transition(RequestState.ADMITTED)
             self.waiting.discard(ticket)
             self._free_slot(ticket)
+            self.newest_started = max(self.newest_started, ticket.since)
             ticket.instance = instance
             instance.take(ticket)
             self.num_in_flight += 1

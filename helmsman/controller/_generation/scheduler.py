@@ -465,6 +465,7 @@ class GenerateScheduler:
                     request_id=each.request_id,
                     age_s=now - each.since,
                     instance_id=each.instance.instance_id if each.instance is not None else "",
+                    overtaken_s=max(0.0, flow.newest_started - each.since),
                 )
                 for each in itertools.islice(flow.open.values(), _MOST_DESCRIBED)
             ],

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api.errors import HelmsmanError
-from helmsman.controller._diagnosis.diagnosis import diagnose_run
-from helmsman.controller._diagnosis.texts import is_healthy, stacks_text, status_text, why_text
+from helmsman.controller._diagnosis.texts import stacks_text, status_text, why_text
 from helmsman.controller._node.control_socket import Query
 from helmsman.controller._operator import logs, metrics, replay, runs, ui
 from helmsman.controller._operator.postmortem import postmortem
@@ -31,7 +30,7 @@ from helmsman.controller._schedulers.outside import is_stuck
 T = TypeVar("T")
 
 OK, NO = 0, 1
-_WATCH_S = 2.0
+_WATCH_S = 1.0
 _LINE_BYTES = 1000
 
 
@@ -47,14 +46,15 @@ def add_commands(commands: Any) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Show a run: step, workers, calls, requests and weight versions."""
+    """Show a run: its verdict, step, workers, calls, requests and weight versions."""
     earlier = None
     with _screen(options.watch) as show:
         while True:
-            snapshot = _take(options, runs.take_snapshot)[0]
-            show(_json(snapshot) if options.json else status_text(snapshot, earlier))
+            snapshot, diagnosis = _take(options, runs.judge)[0]
+            text = _json(snapshot) if options.json else status_text(snapshot, diagnosis, earlier)
+            show(text)
             if not options.watch:
-                return OK if is_healthy(snapshot) else NO
+                return OK if diagnosis.is_healthy else NO
             time.sleep(_WATCH_S)
             earlier = snapshot
 
@@ -126,8 +126,7 @@ def _stacks(options: argparse.Namespace) -> None:
 
 def _why(options: argparse.Namespace) -> int:
     """Explain why a run hangs, or what it waits for; exit code 1 for a problem."""
-    ((now, before),) = _take(options, runs.take_two, options.role)
-    diagnosis = diagnose_run(now, before)
+    ((_, diagnosis),) = _take(options, runs.judge, options.role)
     print(_json(diagnosis) if options.json else why_text(diagnosis))
     return OK if diagnosis.is_healthy else NO
 

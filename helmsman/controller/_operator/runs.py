@@ -15,6 +15,7 @@ import msgspec
 
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.run_state import RunSnapshot
+from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
 from helmsman.controller._node.control_socket import Query, Refusal, ask
 from helmsman.controller._node.run_registry import UP, RunRecord, log_dirs, read_runs
 from helmsman.controller._schedulers.outside import complete, is_stuck, observe_run
@@ -24,6 +25,7 @@ T = TypeVar("T")
 ANSWER_S = 2.0
 """Limit for the answer of a script; after it, its process is observed."""
 _NODE_ANSWER_S = 60.0
+_APART_S, _AGAIN_S = 1.0, 2.0
 
 
 class RunNotFoundError(HelmsmanError):
@@ -130,8 +132,26 @@ def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False)
 def take_two(run: FoundRun, role: str | None = None) -> list[RunSnapshot]:
     """Return two snapshots with reports, a second apart, the later one first."""
     before = take_snapshot(run, role, reports=True)
-    time.sleep(1.0)
+    time.sleep(_APART_S)
     return [take_snapshot(run, role, reports=True), before]
+
+
+def judge(run: FoundRun, role: str | None = None) -> tuple[RunSnapshot, Diagnosis]:
+    """Return the state of a run and its diagnosis, which is the verdict of all commands.
+
+    A run with a problem is looked at again after a few seconds: progress in bursts is progress.
+
+    Raises:
+        RunNotFoundError: The run has ended, or runs on another machine.
+        HelmsmanError: The run refused the query.
+    """
+    now, before = take_two(run, role)
+    diagnosis = diagnose_run(now, before)
+    if not diagnosis.is_healthy:
+        time.sleep(_AGAIN_S)
+        now = take_snapshot(run, role, reports=True)
+        diagnosis = diagnose_run(now, before)
+    return now, diagnosis
 
 
 def take_here(take: Callable[..., T], name: str | None, alive: bool, *arguments: Any) -> T | None:

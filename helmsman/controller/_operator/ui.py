@@ -16,11 +16,17 @@ import msgspec
 
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.run_state import RunSnapshot, WorkerSnapshot
-from helmsman.controller._diagnosis.texts import is_well, stack_text, state_of
+from helmsman.controller._diagnosis.texts import stack_text, state_of
 from helmsman.controller._operator.connections import BoundedThreads
 from helmsman.controller._operator.logs import find_logs, read_lines, shown
 from helmsman.controller._operator.recordings import Timeline, read_timeline
-from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run, take_snapshot
+from helmsman.controller._operator.runs import (
+    FoundRun,
+    RunNotFoundError,
+    find_run,
+    judge,
+    take_snapshot,
+)
 from helmsman.controller._schedulers.run_view import SCRIPT
 
 _SHOWN_S, _REPORT_S = 60.0, 600.0
@@ -46,7 +52,7 @@ def _page() -> str:
 def write_report(run: FoundRun, out: Path) -> None:
     """Write the page with all data of a run, which may have ended. Raises OSError."""
     data = _state_of(run, _REPORT_S)
-    workers = _snapshot(run, reports=True).workers[:_MOST_DETAILS]
+    workers = data["snapshot"].workers[:_MOST_DETAILS]
     data["details"] = {each.worker_id: _detail(run, each) for each in workers}
     content = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     page = _page().replace(_PLACEHOLDER, _PLACEHOLDER.replace("null", content))
@@ -55,25 +61,25 @@ def write_report(run: FoundRun, out: Path) -> None:
 
 def _state_of(run: FoundRun, shown_s: float = _SHOWN_S) -> dict[str, Any]:
     """Return the data of the page about a run, alive or ended, with the last seconds of it."""
+    judged = judge(run) if run.is_alive else None
     timeline = read_timeline(run.log_dir, only_script=True)
     lines = (text[:_MOST_CHARS] for _, _, text in read_lines(run.log_dir, SCRIPT))
     errors = (text for text in lines if any(level in text for level in _BAD))
-    snapshot = _snapshot(run, timeline)
+    snapshot = judged[0] if judged is not None else _ended(run, timeline)
+    problems = judged[1].problems if judged is not None else []
+    bad = {worker_id for each in problems for worker_id in each.workers}
     return {
         "alive": run.is_alive,
         "snapshot": snapshot,
-        "states": {e.worker_id: (state_of(e), is_well(e)) for e in snapshot.workers},
+        "problems": problems,
+        "states": {e.worker_id: (state_of(e), e.worker_id not in bad) for e in snapshot.workers},
         "timeline": _recent(timeline, shown_s, is_alive=run.is_alive),
         "errors": list(collections.deque(errors, _MOST_LINES)),
     }
 
 
-def _snapshot(
-    run: FoundRun, timeline: Timeline | None = None, role: str | None = None, reports: bool = False
-) -> RunSnapshot:
-    """Return the state of a run that is alive, or what is known of one that has ended."""
-    if run.is_alive:
-        return take_snapshot(run, role, reports)
+def _ended(run: FoundRun, timeline: Timeline | None) -> RunSnapshot:
+    """Return what is known of a run that has ended."""
     ended_at = timeline.end_at if timeline is not None else time.time()
     about: dict[str, Any] = {"node": "", "pid": None, "state": "ended", "log_path": ""}
     workers = [
@@ -102,7 +108,9 @@ def _recent(timeline: Timeline | None, shown_s: float, *, is_alive: bool) -> dic
 
 def _worker_detail(run: FoundRun, worker_id: str) -> dict[str, Any]:
     """Return the stacks and the last log lines of a worker; HelmsmanError if there is none."""
-    for each in _snapshot(run, role=worker_id.rpartition("/")[0], reports=True).workers:
+    is_alive, role = run.is_alive, worker_id.rpartition("/")[0]
+    snapshot = take_snapshot(run, role, reports=True) if is_alive else _ended(run, None)
+    for each in snapshot.workers:
         if each.worker_id == worker_id:
             return _detail(run, each)
     raise RunNotFoundError(f"run {run.run_id} has no worker {worker_id!r}.")

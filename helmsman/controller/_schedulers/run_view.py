@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from helmsman.api import errors
 from helmsman.api.run_state import (
     HangPolicy,
@@ -164,7 +166,13 @@ class RunView(RunReporter):
             rollouts, loop_stack = [], thread_stack_of(LOOP_THREAD)
             chosen, error = self._chosen(role).items(), "Helmsman's event loop does not run"
             workers = [self._worker(each, client, None, None, error) for client, each in chosen]
-        activity = self._run.activity
+        activity, limit_s = self._run.activity, self.hang_policy.limit_s
+        phases = [
+            each
+            if each.median_s is None
+            else msgspec.structs.replace(each, limit_s=limit_s(each.median_s))
+            for each in activity.phases(explain=reports)
+        ]
         return self._record.snapshot(
             "script",
             script=script,
@@ -173,7 +181,7 @@ class RunView(RunReporter):
             longest_idle_s=activity.longest_idle_s,
             workers=workers,
             rollouts=rollouts,
-            phases=activity.phases(explain=reports),
+            phases=phases,
             durations=activity.durations(),
             facts=dict(activity.facts),
         )
@@ -231,7 +239,14 @@ class RunView(RunReporter):
         calls = []
         for call in sorted(client.in_flight.copy().values(), key=lambda each: each.started):
             median_s = self._run.activity.calls_of(role.name, call.method).median_s
-            calls.append(OpenCall(name=call.name, age_s=now - call.started, median_s=median_s))
+            calls.append(
+                OpenCall(
+                    name=call.name,
+                    age_s=now - call.started,
+                    median_s=median_s,
+                    limit_s=self.hang_policy.limit_s(median_s),
+                )
+            )
         is_restarting = client.worker_id in role.restarts
         return WorkerSnapshot(
             worker_id=client.worker_id,

@@ -16,7 +16,7 @@ import msgspec
 
 from helmsman.controller._aio.event_loop import run_on_loop
 from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
-from helmsman.controller._diagnosis.evidence import is_long, seconds
+from helmsman.controller._diagnosis.evidence import seconds
 from helmsman.controller._diagnosis.texts import stacks_text, why_text
 from helmsman.controller._schedulers.backend import Run
 from helmsman.controller._schedulers.outside import complete
@@ -28,8 +28,6 @@ from helmsman.rpc_server._process.safe_files import open_log
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-_FIRST = 15.0
-"""The first call of a method is overdue after this multiple of the floor."""
 _MOST_REPORTS = 20
 _NOTIFY_S = 10.0
 
@@ -79,9 +77,8 @@ class Watchdog:
             text = f"phase {phase.kind} {phase.detail}".rstrip()
             if phase.median_s is not None:
                 found.append((_Overdue(key, text, None, phase.age_s), phase.median_s))
-        limits = {"factor": policy.factor, "floor_s": policy.floor_s}
         for each, median_s in found:
-            if is_long(each.age_s, median_s, first_s=_FIRST * policy.floor_s, **limits):
+            if each.age_s > policy.limit_s(median_s):
                 yield each
 
     def _report(self, overdue: list[_Overdue]) -> None:

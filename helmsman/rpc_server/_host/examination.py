@@ -14,13 +14,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from helmsman.api.run_state import Frame, ProcessReport, StackTrace
+import msgspec
+
+from helmsman.api.run_state import Frame, ProcessReport, Progress, StackTrace
+from helmsman.rpc_server._host import progress
 from helmsman.rpc_server._host.collectives import last_collectives, waiting_nccl_ranks
+from helmsman.rpc_server._host.progress import proc_text
 from helmsman.rpc_server._host.threads import (
     EngineLoop,
     EngineThread,
@@ -29,55 +33,81 @@ from helmsman.rpc_server._host.threads import (
     frames_of,
 )
 from helmsman.rpc_server._process.guardian import process_of
+from helmsman.rpc_server._process.pulse import recent_pauses_s
 
 _MOST_FRAMES = 60
 _MOST_TASKS = 50
-_THREADS = Path("/proc/self/task")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OF_RUN = re.compile(r"^(helmsman|ray):|helmsman\.rpc_server|/ray/")
 """Pattern of the commands of processes that Helmsman and Ray start."""
+_FORKSERVER = re.compile(r"^helmsman: forkserver|helmsman\.rpc_server\._server\.forkserver")
+"""Pattern of its command, which has a title if setproctitle is installed."""
+_run_queue = progress.RunQueue()
 _CLOCK_AHEAD_S = time.time() - time.monotonic()
 """Changes only when the node's clock is set."""
 
 
 def examine(
-    node: str, log_dir: str, engine_thread: EngineThread, loop: EngineLoop
+    node: str,
+    log_dir: str,
+    engine_thread: EngineThread,
+    loop: EngineLoop,
+    connections: progress.Connections | None,
 ) -> ProcessReport:
     """Report on a worker's process, its node, and the disk of its logs."""
     stacks, frames = [], sys._current_frames()
-    if engine_thread.thread is not None and engine_thread.thread.ident in frames:
-        shown = frames_of(frames[engine_thread.thread.ident], skip_own=True)
-        stacks.append(_stack("engine", shown, engine_thread.occupant))
+    thread, occupant = engine_thread.thread, engine_thread.occupant
+    if thread is not None and thread.ident in frames:
+        shown = frames_of(frames[thread.ident], skip_own=True)
+        stacks.append(_stack("engine", shown, _of_thread(thread), occupant))
     tasks = sorted(loop.running.values(), key=lambda each: each.since)[:_MOST_TASKS]
-    stacks += [_stack("task", awaited_frames(e.task), e) for e in tasks if e.task is not None]
-    if loop.occupant is not None and loop.thread is not None and loop.thread.ident in frames:
+    stacks += [_task_stack("task", each.task, each) for each in tasks if each.task is not None]
+    thread, occupant = loop.thread, loop.occupant
+    if occupant is not None and thread is not None and thread.ident in frames:
         # A coroutine blocks the loop.
-        shown = frames_of(frames[loop.thread.ident], skip_own=True)
-        stacks.append(_stack("loop", shown, loop.occupant))
-    return _report(node, log_dir, stacks)
+        shown = frames_of(frames[thread.ident], skip_own=True)
+        stacks.append(_stack("loop", shown, _of_thread(thread), occupant))
+    quiet_s = connections.quiet_s() if connections is not None else None
+    return _report(node, log_dir, stacks, quiet_s)
 
 
 def examine_script(node: str, log_dir: str) -> ProcessReport:
     """Report on the script's process: the main thread, the tasks of its loop and other threads."""
     stacks: list[StackTrace] = []
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = {each.ident: each for each in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        name = names.get(ident, "?")
-        if ident == threading.main_thread().ident:
-            stacks.insert(0, _stack("main", frames_of(frame)))
+        thread = threads.get(ident)
+        name = thread.name if thread is not None else "?"
+        if thread is threading.main_thread():
+            stacks.insert(0, _stack("main", frames_of(frame), _of_thread(thread)))
             for task in _tasks_of(frame):
                 coroutine = getattr(task.get_coro(), "__qualname__", "task")
-                stacks.append(_stack(f"task {coroutine}", awaited_frames(task)))
+                stacks.append(_task_stack(f"task {coroutine}", task))
         elif not name.startswith("helmsman"):
-            stacks.append(_stack(name, frames_of(frame)))
-    return _report(node, log_dir, stacks[:_MOST_TASKS])
+            stacks.append(_stack(name, frames_of(frame), _of_thread(thread)))
+    report = _report(node, log_dir, stacks[:_MOST_TASKS])
+    return msgspec.structs.replace(report, forkserver=_forkserver())
+
+
+def _forkserver() -> Progress | None:
+    """Return the progress of this process's forkserver and of the workers that it forked."""
+    children = ((each, proc_text(f"/proc/{each}/cmdline")) for each in _children_of(os.getpid()))
+    pid = next((pid for pid, command in children if _FORKSERVER.search(command)), None)
+    if pid is None:
+        return None
+    family = [pid, *_descendants(pid, of_run=True)]
+    return Progress(
+        number=pid,
+        cpu_s=sum(map(_cpu_s, family)),
+        moved_bytes=sum(progress.moved_by(f"/proc/{each}") for each in family),
+    )
 
 
 def thread_stack_of(name: str) -> StackTrace | None:
     """Return the stack of a thread of this process by name; None if there is none."""
     frames, named = sys._current_frames(), (e for e in threading.enumerate() if e.name == name)
-    found = (frames[each.ident] for each in named if each.ident in frames)
-    return next((_stack(name, frames_of(frame)) for frame in found), None)
+    found = ((e, frames[e.ident]) for e in named if e.ident in frames)
+    return next((_stack(name, frames_of(frame), _of_thread(e)) for e, frame in found), None)
 
 
 def _tasks_of(frame: FrameType) -> Iterable[asyncio.Task[object]]:
@@ -89,7 +119,24 @@ def _tasks_of(frame: FrameType) -> Iterable[asyncio.Task[object]]:
     return ()
 
 
-def _stack(thread: str, frames: list[FrameType], running: Running | None = None) -> StackTrace:
+def _of_thread(thread: threading.Thread | None) -> Progress | None:
+    """Return the progress of a thread. Until Python 3.13, a forked one has its parent's id."""
+    is_main = thread is threading.main_thread()
+    number = os.getpid() if is_main else thread.native_id if thread is not None else None
+    return progress.of_thread(number) if number is not None else None
+
+
+def _task_stack(name: str, task: asyncio.Task[Any], running: Running | None = None) -> StackTrace:
+    frames = awaited_frames(task)
+    return _stack(name, frames, progress.of_task(task, frames), running)
+
+
+def _stack(
+    thread: str,
+    frames: list[FrameType],
+    made: Progress | None,
+    running: Running | None = None,
+) -> StackTrace:
     found = []
     for frame in frames[-_MOST_FRAMES:]:
         file, line = frame.f_code.co_filename, frame.f_lineno
@@ -97,18 +144,20 @@ def _stack(thread: str, frames: list[FrameType], running: Running | None = None)
         found.append(Frame(file, line, frame.f_code.co_name, text[:200]))
     call = running.name if running is not None else ""
     running_s = time.monotonic() - running.since if running is not None else None
-    return StackTrace(thread=thread, frames=found, call=call, running_s=running_s)
+    return StackTrace(thread=thread, frames=found, call=call, running_s=running_s, progress=made)
 
 
-def _report(node: str, log_dir: str, stacks: list[StackTrace]) -> ProcessReport:
-    used = [resource.getrusage(each) for each in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+def _report(
+    node: str, log_dir: str, stacks: list[StackTrace], quiet_s: float | None = None
+) -> ProcessReport:
     sizes, collectives = _sizes("/proc/self/status"), last_collectives()
     return ProcessReport(
         pid=os.getpid(),
-        cpu_s=sum(each.ru_utime + each.ru_stime for each in used) + descendants_s(os.getpid()),
         rss_bytes=sizes.get("VmRSS", 0),
         swap_bytes=sizes.get("VmSwap", 0),
-        runnable_s=_runnable_s(),
+        **_counts(int(time.monotonic())),
+        quiet_s=quiet_s,
+        pauses_s=recent_pauses_s(),
         clock_jump_s=time.time() - time.monotonic() - _CLOCK_AHEAD_S,
         stacks=stacks,
         children=_children(int(time.monotonic())),
@@ -129,38 +178,47 @@ def node_facts(log_dir: str) -> dict[str, Any]:
     return {"memory_available": _sizes("/proc/meminfo").get("MemAvailable", 0), "disks": disks}
 
 
-def proc_text(path: str | Path) -> str:
-    """Return the text of a file of /proc; '' if there is none."""
-    with contextlib.suppress(OSError):
-        return Path(path).read_text(errors="replace")
-    return ""
-
-
 def _sizes(path: str) -> dict[str, int]:
     """Return the sizes of a file of /proc in bytes by name."""
     found = re.findall(r"^(\w+):\s+(\d+) kB", proc_text(path), re.MULTILINE)
     return {name: int(size) << 10 for name, size in found}
 
 
-def _runnable_s() -> float:
-    """Return the time that the threads spent in the run queue."""
-    found = [proc_text(each).split() for each in _THREADS.glob("*/schedstat")]
-    return sum(int(fields[1]) for fields in found if len(fields) > 1) / 1e9
-
-
 def descendants_s(pid: int) -> float:
     """Return the CPU seconds of the living descendants, but not of Helmsman's and Ray's."""
-    total_s = 0.0
+    return sum(map(_cpu_s, _descendants(pid)))
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process, and of its children that have ended."""
+    fields = proc_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICKS
+
+
+def _descendants(pid: int, *, of_run: bool = False) -> Iterator[int]:
+    """Yield the living descendants; those of Helmsman and Ray only if asked."""
     for child in _children_of(pid):
-        if not _OF_RUN.search(proc_text(f"/proc/{child}/cmdline")):
-            fields = proc_text(f"/proc/{child}/stat").rpartition(")")[2].split()
-            total_s += sum(map(int, fields[11:15])) / _TICKS + descendants_s(child)
-    return total_s
+        if of_run or not _OF_RUN.search(proc_text(f"/proc/{child}/cmdline")):
+            yield child
+            yield from _descendants(child, of_run=of_run)
 
 
 def _children_of(pid: int) -> list[int]:
     found = Path(f"/proc/{pid}/task").glob("*/children")
     return list(map(int, " ".join(map(proc_text, found)).split()))
+
+
+@functools.lru_cache(maxsize=1)
+def _counts(second: int) -> dict[str, Any]:
+    """Return the fields of a report about all threads and descendants, once a second."""
+    used = [resource.getrusage(each) for each in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    children = [f"/proc/{each}" for each in _descendants(os.getpid())]
+    return {
+        "cpu_s": sum(each.ru_utime + each.ru_stime for each in used) + descendants_s(os.getpid()),
+        "runnable_s": _run_queue.waited_s(["/proc/self", *children]),
+        "moved_bytes": progress.moved_bytes(),
+        "children_bytes": sum(map(progress.moved_by, children)),
+    }
 
 
 @functools.lru_cache(maxsize=1)

@@ -37,6 +37,7 @@ from helmsman.rpc_server._host.examination import examine
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.journal import Journal
+from helmsman.rpc_server._host.progress import Connections
 from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, all_stacks
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
@@ -100,6 +101,8 @@ class EngineHost:
             CallLog(self._recorder, pulse.loop_call, is_serial=False) if pulse else None,
         )
         self._call_states = CallStates(self.engine_thread, self._loop)
+        # In the controller's own process, the script has connections, too.
+        self._connections = Connections() if pulse is not None else None
         self._ports = PortLeases()
         # Without seeding this is the driver's own process.
         self._environment = Environment("node" if seeding else "driver")
@@ -238,7 +241,13 @@ class EngineHost:
                 return all_stacks()
             case Verb.EXAMINE:
                 log_dir = os.path.dirname(self.identity.log_path)
-                return examine(self.identity.node, log_dir, self.engine_thread, self._loop)
+                return examine(
+                    self.identity.node,
+                    log_dir,
+                    self.engine_thread,
+                    self._loop,
+                    self._connections,
+                )
             case Verb.FILES:
                 return read_files(os.path.dirname(self.identity.log_path), arguments[0])
             case Verb.CONFIGURE:

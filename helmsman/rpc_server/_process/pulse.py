@@ -7,11 +7,14 @@ calls observe(); read() decodes the result.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import functools
+import math
 import mmap
 import os
+import resource
 import struct
 import threading
 import time
@@ -42,6 +45,19 @@ _KERNEL = struct.Struct("=ddQc")
 """time.monotonic() of the observation, CPU seconds, resident bytes, state."""
 _NAME = "helmsman_pulse-"
 _LOOK_S = 0.02
+_LATE_S = 0.3
+"""A beat that is later than this may show that the process was stopped."""
+_LEAST_POLLS = 200.0
+"""A thread that waits for the interpreter lock polls it more often than this in a second."""
+_RECENT_S = 30.0
+_pauses = collections.deque[tuple[float, float]](maxlen=256)
+"""(end, length) of the times in which this process was stopped, on time.monotonic()."""
+
+
+def recent_pauses_s() -> list[float]:
+    """Return the lengths of the recent times in which this process was stopped."""
+    since = time.monotonic() - _RECENT_S
+    return [length_s for end, length_s in list(_pauses) if end > since]
 
 
 def shown_name(name: str) -> bytes:
@@ -65,6 +81,30 @@ class CallRecord:
 
     def ended(self) -> None:
         self._note_end()
+
+
+class _ThreadTimes:
+    """Times in which the calling thread could run, and yields of its processor."""
+
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+        self.num_yields, self.runnable_s = 0, math.inf  # where the kernel does not count
+        with contextlib.suppress(OSError), open("/proc/thread-self/schedstat", "rb") as file:
+            self.runnable_s = int(file.read().split()[1]) / 1e9
+            self.num_yields = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+    def stopped_s(self, earlier: _ThreadTimes) -> float:
+        """Return how long the process was stopped since then, of a wait of BEAT_S; 0 if it ran.
+
+        The thread is late as well if it waits for a processor, or for the interpreter lock, which
+        it polls every microsecond (share_interpreter).
+        """
+        late_s = self.at - earlier.at - BEAT_S
+        has_polled = self.num_yields - earlier.num_yields > _LEAST_POLLS * late_s
+        if has_polled or math.isinf(self.runnable_s):
+            return 0.0
+        stopped_s = late_s - (self.runnable_s - earlier.runnable_s)
+        return stopped_s if stopped_s > _LATE_S else 0.0
 
 
 class Pulse:
@@ -117,8 +157,13 @@ class Pulse:
             self.fd = -1
 
     def _keep_beating(self, describe: Callable[[], bytes]) -> None:
+        before = _ThreadTimes()
         while not self._stopped.wait(BEAT_S):
+            now = _ThreadTimes()
+            if stopped_s := now.stopped_s(before):
+                _pauses.append((now.at, stopped_s))
             self._beat(describe)
+            before = _ThreadTimes()
 
     def _beat(self, describe: Callable[[], bytes]) -> None:
         description = describe()

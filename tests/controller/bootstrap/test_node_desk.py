@@ -12,7 +12,7 @@ import msgspec
 
 from helmsman.api.run_state import RunSnapshot
 from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
-from helmsman.controller._diagnosis.texts import is_healthy, status_text
+from helmsman.controller._diagnosis.texts import status_text
 from helmsman.controller._node.control_socket import Query, Refusal, ask
 from tests.contract.helpers import wait_until
 from tests.controller.bootstrap.nodes import MakeNodes, Node
@@ -54,6 +54,14 @@ def until(node: Node, rule: str) -> Diagnosis:
     raise AssertionError(diagnosis)
 
 
+def diagnosed(now: RunSnapshot) -> Diagnosis:
+    return diagnose_run(now, now)
+
+
+def shown(now: RunSnapshot) -> str:
+    return status_text(now, diagnosed(now))
+
+
 def waits(condition: Callable[[], bool], what: str) -> None:
     wait_until(condition, what, 30.0)
 
@@ -66,13 +74,11 @@ def test_desk_before_the_script(make_nodes: MakeNodes) -> None:
     assert "waits for the other nodes: rank 2, not connected" in finding.cause
     (finding,) = until(member, "nodes missing").findings
     assert "rank 2, not connected" in finding.cause
-    assert "missing: 1 of 3 nodes are missing: rank 2, not connected" in status_text(
-        snapshot(member)
-    )
+    assert "missing: 1 of 3 nodes are missing: rank 2, not connected" in shown(snapshot(member))
     nodes.start(2)
     nodes.wait_running()
     waits(lambda: snapshot(member).node.doing == "is part of the run", "rank 1 is part")  # type: ignore[union-attr]
-    assert is_healthy(snapshot(head))
+    assert diagnosed(snapshot(head)).is_healthy
 
 
 def test_desk_of_node_without_head(make_nodes: MakeNodes) -> None:
@@ -81,7 +87,7 @@ def test_desk_of_node_without_head(make_nodes: MakeNodes) -> None:
     (finding,) = diagnosis.findings
     assert finding.subject == f"{member.plan.identity.head}:{member.plan.control_port}"
     assert "rank 1 of 2" in finding.cause
-    assert not is_healthy(snapshot(member))
+    assert not diagnosis.is_healthy
 
 
 def test_desk_while_the_script_is_stopped(make_nodes: MakeNodes) -> None:
@@ -90,14 +96,13 @@ def test_desk_while_the_script_is_stopped(make_nodes: MakeNodes) -> None:
     now = snapshot(head)
     assert now.node is not None
     assert now.node.doing == "runs the script"
-    assert is_healthy(now)
-    assert diagnose_run(now, now).waits_for.startswith("Rank 0 of 1 runs the script")
+    assert diagnosed(now).is_healthy
+    assert diagnosed(now).waits_for.startswith("Rank 0 of 1 runs the script")
     pid, _ = now.node.processes["script"]
     os.kill(pid, signal.SIGSTOP)
     (finding,) = until(head, "process stopped").findings
     assert finding.subject == "script"
     assert finding.next_step == f"kill -CONT {pid} lets it continue."
-    assert not is_healthy(snapshot(head))
     os.kill(pid, signal.SIGCONT)
 
 
@@ -111,7 +116,7 @@ def test_desk_shows_workers_and_their_stacks(make_nodes: MakeNodes) -> None:
     assert worker.report is not None
     assert any(each.frames for each in worker.report.stacks)
     assert now.script is not None
-    assert "actor/0" in status_text(now)
+    assert "actor/0" in shown(now)
     head.signal(signal.SIGTERM)
     head.ends(143)
 

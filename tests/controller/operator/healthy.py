@@ -116,8 +116,8 @@ def rollout(tenths: Callable[[], int], *, num_requests: int) -> Iterator[None]:
 
 
 def long_generations() -> Iterator[None]:
-    """Every request takes ten to twenty seconds."""
-    return rollout(lambda: random_numbers.randint(100, 200), num_requests=8)
+    """Every request takes eight to thirteen seconds."""
+    return rollout(lambda: random_numbers.randint(80, 130), num_requests=8)
 
 
 def mixed_generations() -> Iterator[None]:

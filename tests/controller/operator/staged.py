@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import os
 import re
@@ -21,6 +22,7 @@ from helmsman import (
     Job,
     LocalScheduler,
     RayScheduler,
+    RequestOptions,
     RolloutController,
     SamplingParams,
     SchedulingSpec,
@@ -356,6 +358,47 @@ def stopped_script() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def starved() -> None:
+    """Requests of high priority follow each other, and one of low priority waits."""
+    with LocalScheduler(preload=()) as scheduler:
+        job = Job(role="rollout", tasks=[SchedulingSpec(cpu=0.5)])
+        with RolloutController(scheduler, Answers, job, max_in_flight_per_worker=1) as controller:
+
+            def ask(priority: int) -> Any:
+                options = RequestOptions(priority=priority)
+                return controller.submit([1], SamplingParams(max_new_tokens=4), options=options)
+
+            pending = [ask(1) for _ in range(8)]
+            ask(0)
+            ready(scheduler)
+            while True:
+                pending.append(ask(1))
+                pending.pop(0).result()
+
+
+def stuck_preload() -> None:
+    """The forkserver imports a module that waits."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "waits_at_import.py")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("import threading\nthreading.Event().wait()\n")
+        sys.path.append(folder)
+        with LocalScheduler(preload=["waits_at_import"]) as scheduler:
+            ready(scheduler)
+            scheduler.create_workers(Job(role="actor", tasks=[SchedulingSpec(cpu=0.5)]))
+
+
+def native_wait() -> None:
+    """The script waits in C code of a library."""
+    with ranks(1) as (scheduler, ids):
+        scheduler.call_engine(ids[0], "quick")
+        ready(scheduler)
+        gate = ctypes.create_string_buffer(32)
+        library = ctypes.CDLL(None)
+        library.sem_init(gate, 0, 0)
+        library.sem_wait(gate)
+
+
 def dead_worker() -> None:
     with ranks(2) as (scheduler, ids):
         pid = next(each.pid for each in scheduler.status() if each.worker_id == ids[1])
@@ -399,6 +442,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stuck_script": stuck_script,
     "stopped_script": stopped_script,
     "dead_worker": dead_worker,
+    "starved": starved,
+    "stuck_preload": stuck_preload,
+    "native_wait": native_wait,
     "blocked_loop": blocked_loop,
 }
 

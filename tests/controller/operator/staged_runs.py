@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
-from helmsman.controller._operator.runs import find_run, take_two
+from helmsman.controller._diagnosis.diagnosis import Diagnosis
+from helmsman.controller._operator.runs import find_run, judge
 
 STAGED = Path(__file__).with_name("staged.py")
 HEALTHY = Path(__file__).with_name("healthy.py")
+CALLED = STAGED.with_name("staged_calls.py")
 LIMIT_S = 120.0
 DAY_FAULTS = (
     "sleeps_in_step",
@@ -70,7 +71,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def diagnose(run_id: str) -> Diagnosis:
-    return diagnose_run(*take_two(find_run(run_id, alive=True)))
+    return judge(find_run(run_id, alive=True))[1]
 
 
 class Expected(NamedTuple):
@@ -120,7 +121,87 @@ EXPECTED = [
     Expected("stopped_script", "script stopped", "script", ("stopped",)),
     Expected("blocked_loop", "event loop blocked", "script", ("staged.py", "time.sleep(3600)")),
     Expected("dead_worker", "worker dead", "actor/1", ("was ended by SIGKILL",)),
+    Expected("starved", "requests starve", "rollout", ("has been queued for", "1 were overtaken")),
+    Expected("stuck_preload", "start stuck", "actor", ("waits for the forkserver", "preloads")),
+    Expected("native_wait", "script waits", "script", ("main waits in futex", "sem_wait(gate)")),
 ]
+
+UNKNOWN = "no progress, cause unknown"
+CALLS = {
+    "native_mutex": (UNKNOWN, "waits in futex at staged_calls.py"),
+    "native_pause": (UNKNOWN, "pause()"),
+    "native_semaphore": (UNKNOWN, "waits in futex at"),
+    "waits_for_signal": (UNKNOWN, "waits in rt_sigtimedwait at"),
+    "counts_events": (UNKNOWN, "waits in read on anon_inode:[eventfd] at"),
+    "meets_at_barrier": ("waits: lock", "meets()"),
+    "enters_gate": ("waits: message", "with gate:"),
+    "crossed_threads": ("waits: lock", "ThreadPoolExecutor"),
+    "empty_box": ("waits: message", "box.get()"),
+    "never_set": (UNKNOWN, "asyncio.run(wait())"),
+    "sleeps_first": ("waits: sleep", "time.sleep(FOREVER_S)"),
+    "looks_for_file": ("waits: sleep", "time.sleep(0.1)"),
+    "reads_pipe": (UNKNOWN, "waits in read on pipe:"),
+    "opens_fifo": ("waits: file", "os.open(path, os.O_RDONLY)"),
+    "locks_file": (UNKNOWN, "waits in fcntl on /"),
+    "waits_for_child": (UNKNOWN, "waits in waitid at"),
+    "stopped_child": ("waits: process", "is stopped: sleep 3600"),
+    "peer_answers_nothing": ("waits: connection", "waits in poll with 127.0.0.1:"),
+    "body_ends_early": ("waits: connection", "waits in recvfrom with 127.0.0.1:"),
+    "peer_reads_nothing": ("waits: connection", "waits in sendto with 127.0.0.1:"),
+    "selects": ("waits: connection", "select.select("),
+    "accepts_no_one": ("waits: connection", "accept()"),
+    "stream_is_silent": ("waits: connection", "await reader.readexactly(1)"),
+    "blocks_loop": ("waits: lock", "Event().wait()"),
+    "tries_again": ("waits: sleep", "time.sleep(0.2)"),
+    "awaits_event": ("waits: lock", "await asyncio.Event().wait()"),
+    "awaits_thread": (UNKNOWN, "await asyncio.to_thread("),
+    "gathers_silence": (UNKNOWN, "await asyncio.gather("),
+    "writes_full_pipe": ("waits: file", "waits in write on pipe:"),
+    "holds_interpreter": ("interpreter stuck", "sleeps in C code that holds the interpreter lock"),
+    "returns_what_waits": ("waits: lock", "Event().wait()"),
+    "spins": (UNKNOWN, "computes at staged_calls.py"),
+    "spins_in_helper": (UNKNOWN, "computes at staged_calls.py"),
+    "native_loop": (UNKNOWN, "computes at staged_calls.py"),
+    "lock_beside_spin": ("waits: lock", "enter()"),
+    "stopped_again_and_again": ("process paused", "stopped and continued again and again"),
+}
+"""Faulty method of staged_calls.py -> the rule of its finding, and a part of its text."""
+DAY_CALLS = (
+    "native_mutex",
+    "peer_answers_nothing",
+    "stream_is_silent",
+    "blocks_loop",
+    "spins",
+    "lock_beside_spin",
+    "stopped_again_and_again",
+)
+HEALTHY_CALLS = (
+    "slow_download",
+    "slow_download_by_http",
+    "bursts",
+    "download_in_pool",
+    "download_stream",
+    "downloads_together",
+    "slow_reader",
+    "download_in_child",
+    "long_first_call",
+    "long_native_call",
+    "compiles",
+    "writes_checkpoint",
+    "reads_output",
+    "steps",
+    "sleeps_as_usual",
+    "quick",
+)
+DAY_HEALTHY_CALLS = (
+    "slow_download",
+    "bursts",
+    "download_in_pool",
+    "downloads_together",
+    "download_in_child",
+    "writes_checkpoint",
+    "sleeps_as_usual",
+)
 
 
 def assert_causes_found(faults: Sequence[str]) -> None:
@@ -134,8 +215,7 @@ def assert_causes_found(faults: Sequence[str]) -> None:
         while pending and time.monotonic() < deadline:
             for fault, expected in list(pending.items()):
                 diagnosis = seen[fault] = diagnose(runs[fault])
-                problems = [each for each in diagnosis.findings if each.is_problem]
-                if problems:
+                if problems := diagnosis.problems:
                     assert len(problems) == 1, (fault, diagnosis)
                     text = f"{problems[0].cause} {' '.join(problems[0].evidence)}"
                     assert problems[0].rule == expected.rule, (fault, diagnosis)
@@ -166,3 +246,38 @@ def assert_no_alarm(kinds: Sequence[str], first_seed: int, watched_s: float) -> 
     finally:
         for process in processes:
             end(process)
+
+
+def assert_calls_named(names: Sequence[str], scheduler: str = "local") -> None:
+    """Start a run with these calls, and wait until the finding of each is the expected one."""
+    process, pending = start(scheduler, *names, script=CALLED), set(names)
+    try:
+        run_id, deadline = run_of(process).run_id, time.monotonic() + LIMIT_S
+        while pending and time.monotonic() < deadline:
+            diagnosis = diagnose(run_id)
+            for each in diagnosis.problems:
+                name = each.subject.rpartition("/")[0]
+                rule, text = CALLS[name]
+                shown = f"{each.cause} {' '.join(each.evidence)}"
+                assert each.rule == rule and text in shown, each
+                assert each.next_step
+                pending.discard(name)
+            subjects = [each.subject for each in diagnosis.problems]
+            assert len(subjects) == len(set(subjects)), diagnosis
+        assert not pending, diagnosis
+    finally:
+        end(process)
+
+
+def assert_calls_raise_nothing(
+    names: Sequence[str], watched_s: float, scheduler: str = "local"
+) -> None:
+    """Start a run with these calls, and watch it for a while."""
+    process = start(scheduler, *names, script=CALLED)
+    try:
+        run_id, deadline = run_of(process).run_id, time.monotonic() + watched_s
+        while time.monotonic() < deadline:
+            diagnosis = diagnose(run_id)
+            assert diagnosis.is_healthy, diagnosis
+    finally:
+        end(process)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.controller.operator.staged_runs import DAY_FAULTS, assert_causes_found, assert_no_alarm
+from tests.controller.operator.staged_runs import (
+    DAY_CALLS,
+    DAY_FAULTS,
+    DAY_HEALTHY_CALLS,
+    assert_calls_named,
+    assert_calls_raise_nothing,
+    assert_causes_found,
+    assert_no_alarm,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -15,3 +23,11 @@ def test_why_names_worker_and_cause() -> None:
 
 def test_why_raises_no_alarm() -> None:
     assert_no_alarm(["mixed_generations"], first_seed=0, watched_s=3.0)
+
+
+def test_why_names_calls_without_progress() -> None:
+    assert_calls_named(DAY_CALLS)
+
+
+def test_why_raises_no_alarm_for_calls_with_progress() -> None:
+    assert_calls_raise_nothing(DAY_HEALTHY_CALLS, watched_s=22.0)

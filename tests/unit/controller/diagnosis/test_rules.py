@@ -340,8 +340,9 @@ def test_rank_that_computes() -> None:
 
 def test_slow_call_is_a_note() -> None:
     frame = Frame("/home/me/train.py", 10, "step", "x = f(x)")
+    other = Frame("/home/me/train.py", 20, "load", "y = g(y)")
     busy = worker("a/0", world_size=1, **in_call(frame, cpu_s=5.0))
-    before = run(worker("a/0", world_size=1, **in_call(frame, cpu_s=4.0)), taken_at=100.0)
+    before = run(worker("a/0", world_size=1, **in_call(other, cpu_s=4.0)), taken_at=100.0)
     diagnosis = diagnose_run(run(busy), before)
     assert diagnosis.is_healthy
     assert [each.rule for each in diagnosis.findings] == ["slow call"]
