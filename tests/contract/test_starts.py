@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -79,9 +80,8 @@ def _workers_of_this_machine() -> set[int]:
     found = set()
     for process in psutil.Process().children(recursive=True):
         name = command_of(process)
-        # The fork server stays until the scheduler is closed.
-        is_ours = "helmsman: " in name and "helmsman: forkserver" not in name
-        if is_ours or "ray::RayRPCServer" in name:
+        # The fork server and its watcher stay until the scheduler is closed.
+        if "ray::RayRPCServer" in name or re.search(r"helmsman: (?!forkserver|watcher)", name):
             found.add(process.pid)
     return found
 
