@@ -127,6 +127,12 @@ class Run(Loop):
 
     # --- the loop ---------------------------------------------------------------------------------
 
+    def train(self) -> None:
+        """Run all steps after the last checkpoint, which the trainer loads onto the devices."""
+        if self.turns is not None:
+            self.turns.to_training()
+        super().train()
+
     def begin(self, step: int) -> None:
         """Prepare the next step, and send the trainer's weights to the instances."""
         super().begin(step)

@@ -10,6 +10,8 @@ from helmsman.api.errors import DeviceMismatchError
 from helmsman.api.platforms import EMPTY_MASKS, PLATFORMS
 
 _DEVICE_FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
+_FURTHER_MASKS = {"cuda": ("HIP_VISIBLE_DEVICES",)}
+"""Variables that mask the same ids as the kind's own, which is read first, as ROCm does."""
 
 
 def visibility(kind: str, granted: Sequence[str], raylet_mask: str | None = None) -> dict[str, str]:
@@ -95,7 +97,9 @@ def detect_devices(num_gpus: int | None, accelerator: str | None) -> DevicePool:
 
 
 def _found(kind: str) -> list[str]:
-    listed = split_mask(os.environ.get(PLATFORMS[kind].visibility_env_var))
+    names = (PLATFORMS[kind].visibility_env_var, *_FURTHER_MASKS.get(kind, ()))
+    masks = [os.environ[name] for name in names if name in os.environ]
+    listed = split_mask(masks[0]) if masks else None
     if listed is None:
         return [str(index) for index in range(len(glob.glob(_DEVICE_FILES[kind])))]
     return listed

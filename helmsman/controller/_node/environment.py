@@ -41,6 +41,10 @@ _MASKS = " ".join(info.visibility_env_var for info in PLATFORMS.values())
 
 _RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
     (
+        "this machine",
+        {"the devices that ROCm numbers from 0, below other masks": "ROCR_VISIBLE_DEVICES"},
+    ),
+    (
         "nowhere",
         {
             "a device mask of the driver; each worker has its own": f"{_MASKS} *_VISIBLE_DEVICES "

@@ -100,8 +100,9 @@ class Watchdog:
         if policy.notify is not None:
             try:
                 _notify(policy.notify, diagnosis, f"{cause}\nSee {path}")
-            except Exception as error:  # noqa: BLE001 - the user's own code and network
-                reason = f"to {policy.notify!r}: {error}"
+            # The user's own code and network; SystemExit would end this thread without a message.
+            except BaseException as error:  # noqa: BLE001
+                reason = f"to {policy.notify!r}: {error!r}"
                 log.warning("run %s: a hang was not reported %s", self._run.id, reason)
         if policy.on_hang == "raise":
             source = "the watchdog, by on_hang='raise'"

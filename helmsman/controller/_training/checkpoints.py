@@ -134,8 +134,9 @@ class Checkpoints:
 
     def _remove(self, path: Path) -> None:
         # Renamed first: a script killed here leaves no partial checkpoint under this name.
+        # Files that a network file system keeps are left to the next checkpoint's _make_ready.
         if path.exists():
-            shutil.rmtree(path.rename(self.folder / f".{path.name}.old"))
+            shutil.rmtree(path.rename(self.folder / f".{path.name}.old"), ignore_errors=True)
 
     def _steps(self) -> list[int]:
         if not self.folder.is_dir():

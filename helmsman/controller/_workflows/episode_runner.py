@@ -421,17 +421,20 @@ def _place_of(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _no_exit(whose: str) -> Iterator[None]:
-    """Turn SystemExit and KeyboardInterrupt of user code into a HelmsmanError.
+    """Turn SystemExit and other errors of user code that are no Exception into a HelmsmanError.
 
-    The code runs outside the script's thread, so they cannot end the script.
+    The code runs outside the script's thread, so they cannot end the script. They would end the
+    task that counts the episode, or the event loop.
     """
     try:
         yield
-    except (SystemExit, KeyboardInterrupt) as error:
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
         raise HelmsmanError(
             f"{whose} raised {error!r}, which cannot end the script from another thread; raise an "
             "Exception instead."
-        ) from error
+        ).with_traceback(error.__traceback__) from error
 
 
 def _require_known(what: str, chosen: Collection[int], known: Iterable[int], state: str) -> None:

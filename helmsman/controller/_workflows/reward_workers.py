@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from helmsman.api.errors import HelmsmanError, RewardWorkersSpentError
+from helmsman.api.errors import HelmsmanError, RewardWorkersSpentError, SchedulerClosedError
 from helmsman.api.supervision import Report, RestartBudget, Sign
 
 log = logging.getLogger(__name__)
@@ -164,6 +164,9 @@ class RewardWorkers:
         ):
             try:
                 await self._rebuild(worker_id)
+            except SchedulerClosedError as error:
+                self._last_reason = f"it could not be restarted: {error}"
+                break
             # A rebuild may raise any error; the budget decides whether to try again.
             except Exception as error:  # noqa: BLE001
                 if self._closed is None:

@@ -56,8 +56,10 @@ def begin_folder(path: str, model: nn.Module, source: str | None, saved: Saved) 
         copy_tokenizer(source, unfinished)
         with open(os.path.join(unfinished, PROGRESS_FILE), "wb") as file:
             file.write(msgspec.json.encode(saved))
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or path  # the error of a write has no name
         raise
     return unfinished
 
