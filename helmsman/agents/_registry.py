@@ -15,6 +15,31 @@ from helmsman import HelmsmanError
 from helmsman.agents._journal import Journal
 from helmsman.agents._messages import BadRequestError
 from helmsman.agents._session import AgentSession, SessionRecord
+from helmsman.api.open_work import Ledger, Open
+
+
+class OpenSessions(Ledger[AgentSession]):
+    """Open sessions with their turns, for the snapshots of a run."""
+
+    has_openers = True
+
+    def open_items(self, most: int | None = None) -> list[Open]:
+        """Return the open sessions, oldest first, or as many of them."""
+        return [self._described(each) for each in super().open_items(most)]
+
+    def _described(self, item: Open) -> Open:
+        session, opener, doing = item.shown, item.task, ""
+        assert isinstance(session, AgentSession)
+        turn = next(iter(list(session.running)), None)
+        task = opener if turn is None else turn
+        if task is None or task.done():
+            task = None
+            doing = f"waits for its agent's next request ({session.num_turns} turns so far)"
+        return Open(
+            *(item.number, item.since, session.name, task, doing, session.last_used),
+            opener=opener,
+            is_served=turn is not None,
+        )
 
 
 class Registry:
@@ -40,6 +65,8 @@ class Registry:
             record for record in (journal.all() if journal else ()) if record.is_outside
         )
         self._is_closed = False
+        self.inside = OpenSessions("session", "the script")
+        self.outside = OpenSessions("outside session", "")
 
     def add(self, session: AgentSession) -> None:
         """Add an open session.
@@ -57,6 +84,10 @@ class Registry:
                 raise ValueError(f"session {session.name!r} is already open; choose another name")
             self._names.add(session.name)
             self._by_key[_digest(session.key)] = session
+        if session.is_outside:
+            self.outside.begin(session, session)
+        else:
+            self.inside.begin(session, session, _current_task())
 
     def find(self, session_id: str | None, key: str) -> AgentSession | None:
         """Return the session that a key opens."""
@@ -109,6 +140,7 @@ class Registry:
         with self._lock:
             self._by_key.pop(_digest(session.key), None)
             self._names.discard(session.name)
+        (self.outside if session.is_outside else self.inside).end(session)
         journal = self.journal if session.is_kept else None
         if is_complete and (session.is_outside or journal is not None):
             record = session.record()
@@ -129,6 +161,12 @@ class Registry:
             )
         if self._is_closed:
             raise HelmsmanError("the gateway was closed while collect() waited for sessions")
+
+    def ready(self) -> tuple[int, str]:
+        """Return the number of finished sessions, and why there are no others."""
+        ended = self.outside.finished()[0]
+        remark = f"{ended} sessions of outside agents have ended so far" if ended else ""
+        return len(self._finished), remark or "no outside agent has opened a session"
 
     async def announce(self) -> None:
         """Wake the callers that wait in ``collect``."""
@@ -153,6 +191,13 @@ class Registry:
             self._is_closed = True
         for session in self.open_sessions():
             session.close(is_complete=False)
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        return None
 
 
 def _check_name(name: str | None) -> None:

@@ -276,11 +276,14 @@ class AgentGateway(Starting):
             HelmsmanError: The gateway is closed.
         """
         self.initialize()
-        while True:
-            await asyncio.wrap_future(self._on_loop(self._registry.collect(num_sessions)))
-            # Taken here, so that a wait that is cancelled takes none.
-            if (found := self._registry.take(num_sessions)) is not None:
-                return found
+        registry = self._registry
+        registry.outside.name = self.url
+        with registry.outside.waiting("collect", num_sessions, registry.ready):
+            while True:
+                await asyncio.wrap_future(self._on_loop(registry.collect(num_sessions)))
+                # Taken here, so that a wait that is cancelled takes none.
+                if (found := registry.take(num_sessions)) is not None:
+                    return found
 
     async def _complete(self, session: AgentSession, body: dict[str, Any]) -> dict[str, Any]:
         """Take a turn on the gateway's loop, for ``AgentSession.complete``."""

@@ -14,6 +14,7 @@ from helmsman import HelmsmanError, RewardPool
 from helmsman.agents._session import AgentSession
 from helmsman.api.errors import EngineCallError, RewardLostError, RewardTimeoutError
 from helmsman.api.extras import needed_by
+from helmsman.api.open_work import Ledger
 
 
 class Tools(abc.ABC):
@@ -100,6 +101,7 @@ class FunctionTools(Tools):
         except asyncio.CancelledError:
             await asyncio.to_thread((await start).close)
             raise
+        self._pool.open_scores.kind = "tool function"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -220,6 +222,7 @@ class ToolLoop:
         self._system, self._max_turns = system, max_turns
         self._held = contextlib.AsyncExitStack()
         self._by_name: dict[str, Tools] = {}
+        self._calls = Ledger[object]("tool call", type(self).__name__)
 
     async def __aenter__(self) -> ToolLoop:
         by_name: dict[str, Tools] = {}
@@ -279,7 +282,11 @@ class ToolLoop:
         source = self._by_name.get(name)
         if source is None:
             return f"Error: there is no tool {name!r}; the tools are {', '.join(self._by_name)}"
+        call = object()
+        self._calls.begin(call, f"{name}({function['arguments']})", asyncio.current_task())
         try:
             return await source.call(name, json.loads(function["arguments"]))
         except HelmsmanError as error:
             return f"Error: {error}"
+        finally:
+            self._calls.end(call)

@@ -213,6 +213,65 @@ class PhaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """For a start: the holders of the resources that it waits for."""
 
 
+class OpenItem(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode, session, tool call or reward that has not ended."""
+
+    number: int
+    name: str
+    """Text of its item, or its name."""
+    age_s: float
+    still_s: float
+    """Seconds since its last sign of progress, as far as it was observed."""
+    waits_for: str
+    """A predicate: 'awaits Event.wait at train.py:20 (await done.wait())'."""
+    is_explained: bool = False
+    """Whether other entries explain its wait: generation requests, rewards before it, or a task
+    that blocks its event loop.
+    """
+    awaits_process: bool = False
+    """Whether it awaits a child process, whose CPU time the script's report includes."""
+    worker_id: str = ""
+    """The worker that computes it; '' for none."""
+    cpu_s: float | None = None
+    """Seconds of CPU that the thread or process that works for it used; a thread's with those in
+    which it was runnable. None if it is only awaited.
+    """
+    stack: StackTrace | None = None
+    """Frames that it waits through, up to those of its thread or worker; only with reports."""
+
+
+class WaitSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that waits for a number of items, such as prepare_batch."""
+
+    call: str
+    age_s: float
+    median_s: float | None = None
+    """Median duration of earlier calls; None without any."""
+    num_ready: int
+    num_wanted: int
+    remark: str = ""
+    """Why no further item begins, and failures so far."""
+    blocked_at: str = ""
+    """Place of user code, such as the source of items, that blocks its event loop."""
+
+
+class WorkSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Open items of an executor, of a gateway, of tools or of a RewardPool."""
+
+    kind: str
+    """'episode', 'session', 'outside session', 'tool call', 'tool function' or 'reward'."""
+    name: str
+    """The workflow's function, the gateway's URL, the class of the tools, or the pool's role."""
+    num_open: int
+    num_done: int
+    median_s: float | None = None
+    """Median duration of those that ended recently; None without any."""
+    items: list[OpenItem] = []
+    """The oldest, at most 20."""
+    waits: list[WaitSnapshot] = []
+    """Calls that wait for them, oldest first."""
+
+
 class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """State of a node of `helmsman up`, as its supervisor sees it."""
 
@@ -265,6 +324,8 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: list[RolloutSnapshot] = []
     phases: list[PhaseSnapshot] = []
     """Oldest first."""
+    work: list[WorkSnapshot] = []
+    """Episodes, sessions, tool calls and rewards of the script's process."""
     durations: dict[str, dict[str, tuple[int, float]]] = {}
     """Role -> method -> (calls with an outcome, median duration of the last 32 in seconds)."""
     facts: dict[str, str] = {}

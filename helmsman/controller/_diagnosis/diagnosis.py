@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from helmsman.api.run_state import OpenCall, RunSnapshot
-from helmsman.controller._diagnosis import call_rules, flow_rules, process_rules
+from helmsman.controller._diagnosis import call_rules, flow_rules, process_rules, work_rules
 from helmsman.controller._diagnosis.evidence import Evidence, Finding, seconds, usual
 from helmsman.controller._diagnosis.stacks import at, named, wait_of
 
@@ -27,6 +27,7 @@ RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     flow_rules.weight_sync,
     flow_rules.rollouts,
     flow_rules.stragglers,
+    work_rules.hung_work,
     call_rules.blocked_calls,
     flow_rules.script_waits,
     call_rules.slow_calls,
@@ -72,6 +73,7 @@ def _waits_for(evidence: Evidence) -> str:
     run = evidence.now
     phases = [f"{e.kind} {e.detail}".strip() + f" ({seconds(e.age_s)})" for e in run.phases]
     prefix = f"Phase {' > '.join(phases)}. " if phases else ""
+    prefix += work_rules.waits_text(run)
     by_method: dict[str, list[tuple[OpenCall, str]]] = {}
     for worker in evidence.busy:
         for call in worker.now.calls:

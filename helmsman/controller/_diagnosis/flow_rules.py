@@ -167,6 +167,8 @@ def script_waits(evidence: Evidence) -> Iterator[Finding]:
         return  # in Helmsman, it waits for another run that the script has
     if users_stacks(run.script.stacks) != users_stacks(before.stacks):
         return  # other threads or tasks of the script make progress
+    if any(each.num_open or each.waits for each in run.work):
+        return  # hung_work judges it
     if any(each.kind in ("placement", "create_workers", "weight sync") for each in run.phases):
         return
     age_s = run.taken_at - run.started_at if run.idle_s is None else run.idle_s

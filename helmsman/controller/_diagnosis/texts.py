@@ -7,13 +7,22 @@ import time
 from collections.abc import Sequence
 
 from helmsman.api.plan import aligned
-from helmsman.api.run_state import RolloutSnapshot, RunSnapshot, StackTrace, WorkerSnapshot
+from helmsman.api.run_state import (
+    RolloutSnapshot,
+    RunSnapshot,
+    StackTrace,
+    WorkerSnapshot,
+    WorkSnapshot,
+)
 from helmsman.controller._diagnosis.diagnosis import Diagnosis
 from helmsman.controller._diagnosis.evidence import seconds, usual
 from helmsman.controller._diagnosis.stacks import at, named, signature, wait_of
 from helmsman.controller._node.observation import size
 
 _MOST_PROBLEMS = 5
+_MOST_ITEMS = 5
+"""Oldest episodes, sessions, tool calls and rewards of a source that `helmsman status` shows."""
+_STILL_S = 5.0
 _MOST_ROWS = 40
 """With more workers, a row stands for the workers of a role with the same state and call."""
 
@@ -68,6 +77,8 @@ def status_text(run: RunSnapshot, diagnosis: Diagnosis, earlier: RunSnapshot | N
         first = before.get(rollout.role)
         since = earlier.taken_at if earlier is not None and first is not None else run.started_at
         lines += ["", *_rollout_lines(rollout, first, max(run.taken_at - since, 0.001))]
+    for work in run.work:
+        lines += ["", *_work_lines(work)]
     return "\n".join(lines)
 
 
@@ -134,6 +145,21 @@ def _rollout_lines(
         where = f"on {oldest.instance_id}" if oldest.instance_id else "queued"
         lines.append(f"  oldest request: {oldest.request_id} {where} for {seconds(oldest.age_s)}")
     return lines
+
+
+def _work_lines(work: WorkSnapshot) -> list[str]:
+    median = f", median {seconds(work.median_s)}" if work.median_s is not None else ""
+    line = f"{work.kind}s of {work.name}: {work.num_open} open, {work.num_done} ended{median}"
+    for wait in work.waits:
+        line += f"; {wait.call} has {wait.num_ready} of {wait.num_wanted} ({seconds(wait.age_s)})"
+        line += "".join(f", {each}" for each in (wait.blocked_at, wait.remark) if each)
+    lines = [_one_line(line)]
+    for each in work.items[:_MOST_ITEMS]:
+        still = f", no progress for {seconds(each.still_s)}" if each.still_s > _STILL_S else ""
+        text = f"  {each.number} ({each.name[:60]}) for {seconds(each.age_s)}{still}: "
+        lines.append(_one_line(text + each.waits_for))
+    rest = work.num_open - len(work.items[:_MOST_ITEMS])
+    return [*lines, f"  and {rest} more"] if rest else lines
 
 
 def stacks_text(run: RunSnapshot) -> str:

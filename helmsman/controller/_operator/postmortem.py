@@ -99,5 +99,7 @@ def _in_flight(timeline: Timeline) -> list[str]:
     num_requests = sum(each.end_ns is None for each in timeline.requests)
     parts = [f"Phase at the end: {' > '.join(phases)}"] if phases else []
     parts += ["Calls in flight at the end:", *calls[:_MOST_CALLS]] if calls else []
+    work = [f"  {e.name} for {open_for(e)}" for e in timeline.work if not e.end_ns]
+    parts += ["Open episodes, sessions, tools and rewards:", *work[:_MOST_CALLS]] if work else []
     parts += [f"Generation requests open at the end: {num_requests}"] if num_requests else []
     return parts

@@ -48,6 +48,8 @@ class Timeline:
         self.clock_ahead_ns = script.clock_ahead_ns
         """Wall clock minus the script's monotonic clock."""
         self.phases, self.requests = _spans(own, Kind.PHASE), _requests(own)
+        self.work = _spans(own, Kind.OPEN)
+        """Waits of episodes, sessions, tool calls and rewards that were open for seconds."""
         self.sent, self.run = list[Span](), list[Span]()
         """Calls as the script saw them, and as the workers executed them."""
         for span in _spans(own, Kind.SENT):
@@ -153,6 +155,7 @@ class _Trace:
         self._tids = itertools.count(1)
         script, requests = self._process(SCRIPT), self._process("requests")
         self._add_spans(timeline.phases, "phase", script)
+        self._add_spans(timeline.work, "work", script)
         self._add_spans(timeline.sent, "call", script)
         self._add_spans(timeline.run, "run")
         for span in timeline.requests:
@@ -205,8 +208,8 @@ class _Trace:
             args: dict[str, Any] = {"number": span.number}
             args |= {"unfinished": True} if span.end_ns is None else {}
             args |= {"failed": True} if not span.ok else {}
-            title = span.name if kind == "phase" else span.name.rpartition(".")[2]
+            title = span.name.rpartition(".")[2] if kind in ("call", "run") else span.name
             self._add("X", title, pid, tid, span.begin_ns, end_ns, cat=kind, args=args)
-            if kind != "phase":
+            if kind in ("call", "run"):
                 flow = {"bp": "e", "cat": "flow", "id": f"{span.process} {span.number}"}
                 self._add("s" if script else "f", "call", pid, tid, span.begin_ns, **flow)

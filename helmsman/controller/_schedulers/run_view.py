@@ -29,6 +29,7 @@ from helmsman.controller._node.control_socket import Query
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._node.run_registry import record_here
 from helmsman.controller._schedulers.backend import Run
+from helmsman.controller._schedulers.open_items import OpenItems
 from helmsman.controller._schedulers.roles import Role, RoleRegistry
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
@@ -70,6 +71,7 @@ class RunView(RunReporter):
         self._record = record_here(run.id, scheduler, run.log_dir)
         self._shares_process, self._scale = shares_process, scale
         self._described: dict[str, tuple[_Describe, _Operated]] = {}
+        self._open_items = OpenItems(run.recorder)
         self.hang_policy = HangPolicy()
 
     @checked
@@ -96,6 +98,10 @@ class RunView(RunReporter):
         self, role: str, describe: _Describe, operated: _Operated = lambda: None
     ) -> None:
         self._described[role] = describe, operated
+
+    def look(self) -> None:
+        """Note and record the progress of episodes, sessions, tool calls and rewards."""
+        self._open_items.look()
 
     def answer(self, query: Query) -> Any:
         """Answer a query, from any thread except the background loop's.
@@ -182,6 +188,7 @@ class RunView(RunReporter):
             workers=workers,
             rollouts=rollouts,
             phases=phases,
+            work=self._open_items.describe(self, workers, reports=reports) if role is None else [],
             durations=activity.durations(),
             facts=dict(activity.facts),
         )

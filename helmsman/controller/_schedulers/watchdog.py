@@ -55,6 +55,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_S):
+            try:
+                self._view.look()
+            except Exception:  # the watchdog must go on
+                log.exception("run %s: the look at its open work failed", self._run.id)
             overdue = [each for each in self._overdue() if each.key not in self._reported]
             if overdue and len(self._reported) < _MOST_REPORTS:
                 self._reported |= {each.key for each in overdue}

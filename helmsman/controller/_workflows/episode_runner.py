@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
+from helmsman.api.open_work import Ledger
 from helmsman.controller._workflows.staleness import (
     BatchPolicy,
     BoundedStaleness,
@@ -114,8 +115,9 @@ class EpisodeRunner:
         """Number of each running episode -> weight version at its start, in the order of starts."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._given: set[asyncio.Task[Any]] = set()
-        self._workflows: set[asyncio.Task[Any]] = set()
-        """All unfinished calls of the workflow, including abandoned ones."""
+        name = _name_of(workflow).rpartition("<locals>.")[2]
+        self._calls = Ledger[asyncio.Task[Any]]("episode", name)
+        """All unfinished calls of the workflow by task, including abandoned ones."""
         self._waiting: list[Episode] = []
         self._num_started = self._num_used = self._num_rejected = 0
         self._num_evicted = self._num_stopped = self._num_failed = 0
@@ -128,9 +130,14 @@ class EpisodeRunner:
     async def rollout_batch(self, items: Iterable[Any]) -> list[Any]:
         tasks = [asyncio.ensure_future(self._run(item)) for item in items]
         self._given.update(tasks)
+
+        def ready() -> tuple[int, str]:
+            return sum(task.done() for task in tasks), ""
+
         try:
             if tasks:
-                await asyncio.wait(tasks)
+                with self._calls.waiting("rollout_batch", len(tasks), ready):
+                    await asyncio.wait(tasks)
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()
@@ -150,6 +157,10 @@ class EpisodeRunner:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
         self._feeding = (source, batch_size)
+        with self._calls.waiting("prepare_batch", batch_size, self._ready):
+            return await self._prepare(source, batch_size)
+
+    async def _prepare(self, source: Iterator[Any], batch_size: int) -> list[Episode]:
         while True:
             if self._is_closing:
                 raise closed_error()
@@ -182,6 +193,18 @@ class EpisodeRunner:
                 await self._changed.wait()
             finally:
                 self._num_asking -= 1
+
+    def _ready(self) -> tuple[int, str]:
+        """Return the number of episodes for the next batch, and why no other runs."""
+        remark = []
+        if not self._running:
+            reason = f"{type(self._batch_policy).__name__} admits no more at version "
+            reason += f"{self._version}; the last batch was of version {self._handed_at}"
+            remark.append("the source has ended" if self._feeding is None else reason)
+        if failures := self._failures():
+            shown = f"{type(failures[-1]).__name__}: {failures[-1]}"[:160]
+            remark.append(f"{len(failures)} of the last {len(self._recent)} failed, {shown}")
+        return len(self._waiting), "; ".join(remark)
 
     def _warn_of_end(self, source: Iterator[Any], num_episodes: int, batch_size: int) -> None:
         if num_episodes < batch_size and source is not self._ended_source:
@@ -216,10 +239,10 @@ class EpisodeRunner:
         """Cancel running episodes and wait up to ``_STOP_S`` seconds for them. Idempotent."""
         self._is_closing, self._feeding = True, None
         self._changed.set()
-        for task in [*self._tasks.values(), *self._given, *self._workflows]:
+        for task in [*self._tasks.values(), *self._given, *self._calls]:
             task.cancel()
-        if self._workflows:
-            await asyncio.wait(list(self._workflows), timeout=_STOP_S)
+        if self._calls:
+            await asyncio.wait(list(self._calls), timeout=_STOP_S)
 
     # --- flow -------------------------------------------------------------------------------------
 
@@ -286,15 +309,15 @@ class EpisodeRunner:
 
     # --- episodes ---------------------------------------------------------------------------------
 
-    async def _run(self, item: Any) -> Any:
+    async def _run(self, item: Any, number: int | None = None) -> Any:
         """Return the value of the workflow for an item.
 
         On cancellation or time-out this returns at once, even if the workflow suppresses its own
         cancellation.
         """
         work = asyncio.ensure_future(self._work(item))
-        self._workflows.add(work)
-        work.add_done_callback(self._workflows.discard)
+        self._calls.begin(work, item, work, number)
+        work.add_done_callback(self._calls.end)
         try:
             await asyncio.wait([work], timeout=self._timeout_s)
         except asyncio.CancelledError:
@@ -325,7 +348,7 @@ class EpisodeRunner:
 
     async def _episode(self, item: Any, number: int, version: int) -> None:
         try:
-            value = await self._run(item)
+            value = await self._run(item, number)
             episode = Episode(item=item, value=value, number=number, version=version)
             with _no_exit("the batch policy"):
                 is_of_use = value is not None and self._batch_policy.keep(episode)
@@ -410,6 +433,9 @@ def _name_of(workflow: object) -> str:
 
 def _place_of(error: BaseException) -> str:
     """Return file and line of the innermost frame outside Helmsman, or else of the innermost."""
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, Exception):
+        error = cause  # _no_exit has replaced it
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)] or frames
     return (

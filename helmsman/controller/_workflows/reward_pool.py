@@ -20,6 +20,7 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.forms import run_in_new_thread
+from helmsman.api.open_work import Ledger
 from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
 from helmsman.api.supervision import ProbePolicy, Sign, Watch
 from helmsman.controller._aio.event_loop import run_async, run_sync
@@ -96,6 +97,8 @@ class RewardPool(RoleController):
         self._attempts: set[asyncio.Task[Any]] = set()
         """References to running attempts; the event loop holds tasks only weakly."""
         self._owned: Scheduler | None = None
+        self.open_scores = Ledger[_Call]("reward", self.role, scheduler.reporter)
+        """Scores that have not ended."""
 
     @classmethod
     def on_this_machine(
@@ -205,7 +208,13 @@ class RewardPool(RoleController):
         assert places is not None
         is_again = False
         while True:
-            process = await places.acquire(is_again=is_again)
+            self.open_scores.queue(call, call)
+            try:
+                process = await places.acquire(is_again=is_again)
+            except BaseException:
+                self.open_scores.end(call)
+                raise
+            self.open_scores.place(call, process.worker_id)
             # A separate task: the score occupies the worker even if its caller is cancelled.
             attempt = asyncio.ensure_future(self._attempt(places, process, call))
             self._attempts.add(attempt)
@@ -236,6 +245,7 @@ class RewardPool(RoleController):
             self._check_started()  # Raises the pool's own error if it is closing.
             raise
         finally:
+            self.open_scores.end(call)
             places.give_back(process)
 
     async def _require_alive(self, places: RewardWorkers, process: Process) -> None:
@@ -369,7 +379,7 @@ class _Call:
         self.packed = packed
         self._args, self._kwargs = args, kwargs
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         shown = [
             *map(reprlib.repr, self._args),
             *(f"{name}={reprlib.repr(value)}" for name, value in self._kwargs.items()),

@@ -59,9 +59,10 @@ class Kind(IntEnum):
     ENDED = 6  # It ended: state, its number; value: new tokens.
     WEIGHTS = 7  # An engine has new weights: engine, version.
     STATE = 8  # A change of state: a text.
+    OPEN = 9  # A wait of an episode, session, tool call or reward: kind and wait, its number.
 
 
-_LASTING = (Kind.SENT, Kind.BEGUN, Kind.PHASE)
+_LASTING = (Kind.SENT, Kind.BEGUN, Kind.PHASE, Kind.OPEN)
 """Kinds whose slot gets an end by ``finish``."""
 _BEGUN = int(Kind.BEGUN)
 

@@ -349,3 +349,28 @@ async def test_episode_runner_workflows_that_return_awaitables() -> None:
         TypeError, match=r"<lambda> returned 1; expected a coroutine. Define it with `async def`"
     ):
         await EpisodeRunner(lambda item: item).rollout_batch([1])
+
+
+class Abandon(BaseException):
+    """An exception of a library that is no Exception."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Abandon("mine")])
+def test_exit_in_an_episode_fails_only_it(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def episode(item: int) -> int:
+        if item == 1:
+            raise error
+        return item
+
+    async def main() -> list[Any]:
+        runner = EpisodeRunner(episode)
+        batch = await runner.prepare_batch(itertools.count(), 4)
+        assert runner.figures().num_failed == 1
+        return [each.value for each in batch]
+
+    assert asyncio.run(main()) == [0, 2, 3, 4]
+    assert f"the episode raised {error!r}, which cannot end the script" in caplog.text
+    assert "an episode failed (" in caplog.text
+    assert "test_episode_runner.py:" in caplog.text
