@@ -206,9 +206,9 @@ def _descendants(pid: int, *, of_run: bool = False) -> Iterator[int]:
 
 def thread_usage(native_id: int | None) -> tuple[float, int]:
     """Return the seconds in which a thread of this process ran or was runnable, and its waits."""
-    folder = _THREADS / f"{native_id}"
-    times = proc_text(folder / "schedstat").split()[:2]
-    waits = _WAITS.search(proc_text(folder / "status"))
+    folder = f"/proc/self/task/{native_id}"
+    times = proc_text(f"{folder}/schedstat").split()[:2]
+    waits = _WAITS.search(proc_text(f"{folder}/status"))
     return sum(map(int, times)) / 1e9, int(waits[1]) if waits else 0
 
 

@@ -130,7 +130,7 @@ def test_waits_for_names_the_batch() -> None:
 
 def test_status_shows_work() -> None:
     snapshot: RunSnapshot = run(work=[work(*(item(number=n) for n in range(7)), num_open=4000)])
-    text = status_text(snapshot)
+    text = status_text(snapshot, diagnosed(snapshot))
     assert (
         "episodes of solve: 4000 open, 9 ended, median 2.0 s; prepare_batch has 7 of 8 (60.0 s)\n"
         "  0 ('2+2') for 50.0 s, no progress for 40.0 s: awaits Event.wait at a.py:7 (await done"
