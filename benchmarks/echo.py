@@ -22,11 +22,11 @@ from typing import Any, Self
 
 import msgspec
 
+from helmsman._base.auth import authenticate_connector, connect
+from helmsman._base.stream import Stream
 from helmsman.api.scheduler import WorkerHealth
-from helmsman.rpc_server._wire.auth import authenticate_connector, connect
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.stream import Stream
 from helmsman.rpc_server._wire.wire import (
     HELLO,
     WELCOME,

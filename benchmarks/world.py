@@ -15,10 +15,10 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.engines import Engine
+from helmsman._base.tls import TLS_VARIABLE
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.rpc_server._wire.segments import HAS_SEGMENTS
-from helmsman.rpc_server._wire.tls import TLS_VARIABLE
 
 NUM_WORKERS = 16
 ENGINE = "engine"

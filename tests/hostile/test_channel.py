@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from helmsman._base.auth import HANDSHAKE_LIMIT_S, connect
+from helmsman._base.door import MAX_PENDING_OF_HOST
 from helmsman.api.errors import ProtocolError
 from helmsman.controller._transport.channel import Channel
-from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST
-from helmsman.rpc_server._wire.auth import HANDSHAKE_LIMIT_S, connect
 from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.messages import Reply
 from tests.contract.helpers import LIMIT_S, wait_until

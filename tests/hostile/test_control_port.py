@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from helmsman._base.auth import HANDSHAKE_LIMIT_S
 from helmsman.api.errors import ProtocolError
 from helmsman.controller._bootstrap.connection import (
     Ended,
@@ -19,7 +20,6 @@ from helmsman.controller._bootstrap.connection import (
     connect,
     proof_key,
 )
-from helmsman.rpc_server._wire.auth import HANDSHAKE_LIMIT_S
 from tests.contract.helpers import LIMIT_S
 from tests.controller.bootstrap.nodes import VERSIONS, MakeNodes, Node, script
 from tests.hostile.peers import KINDS, NUM_LEGITIMATE, peers_of_kind

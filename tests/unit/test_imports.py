@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "helmsman"
 ALLOWED = {
     "api": {"api"},
-    "rpc_server": {"rpc_server", "api"},
-    "engines": {"engines", "api"},
-    "controller": {"controller", "api", "rpc_server"},
+    "_base": {"_base", "api"},
+    "rpc_server": {"rpc_server", "_base", "api"},
+    "engines": {"engines", "_base", "api"},
+    "controller": {"controller", "_base", "api", "rpc_server"},
     "testing": {"testing", "api", ""},
     "agents": {"agents", "api", ""},
     "recipes": {"recipes", "agents", "engines", "api", ""},

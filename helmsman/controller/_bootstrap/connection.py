@@ -15,10 +15,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from helmsman._base.auth import authenticate_listener
+from helmsman._base.stream import Stream, open_tcp
 from helmsman.api.errors import ProtocolError
 from helmsman.api.forms import run_in_new_thread
-from helmsman.rpc_server._wire.auth import authenticate_listener
-from helmsman.rpc_server._wire.stream import Stream, open_tcp
 from helmsman.rpc_server._wire.wire import LENGTH_BYTES, pack_length, unpack_length
 
 _MOST_BYTES = 1 << 20

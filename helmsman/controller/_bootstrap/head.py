@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from helmsman._base.door import BACKLOG, Door
+from helmsman._base.tls import server_tls
 from helmsman.api.errors import BootstrapError, BootstrapExit, PreflightError
 from helmsman.api.plan import ranges
 from helmsman.api.refusals import RefusalLog
@@ -38,8 +40,6 @@ from helmsman.controller._bootstrap.node_plan import NodePlan, node_environ, ray
 from helmsman.controller._bootstrap.ray_process import NodeSeen, NodeView, RayProcess
 from helmsman.controller._node.run_registry import RUN_VARIABLE
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, guard
-from helmsman.rpc_server._server.authenticated_server import BACKLOG, Door
-from helmsman.rpc_server._wire.tls import server_tls
 
 _POLL_S = 0.1
 _LEAVE_S = 3.0

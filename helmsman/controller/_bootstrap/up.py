@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from helmsman._base.tls import TLS_VARIABLE, uses_tls
 from helmsman.api.environment import masked
 from helmsman.api.errors import BootstrapError, PreflightError
 from helmsman.api.platforms import PLATFORMS
@@ -64,7 +65,6 @@ from helmsman.controller._node.run_registry import (
 )
 from helmsman.rpc_server._process.safe_files import private_directory, remove_tree
 from helmsman.rpc_server._process.upkeep import Folder, Upkeep
-from helmsman.rpc_server._wire.tls import TLS_VARIABLE, uses_tls
 
 log = logging.getLogger(__name__)
 

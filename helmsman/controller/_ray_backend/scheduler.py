@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from helmsman._base.tls import uses_tls
 from helmsman.api import errors
 from helmsman.api.environment import INSTANCE_DEVICES_ENV_VAR
 from helmsman.api.platforms import PLATFORMS
@@ -50,7 +51,6 @@ from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._process.environment import absolute_search_path
 from helmsman.rpc_server._process.main_thread import OFFER_VARIABLE
 from helmsman.rpc_server._ray_forks.install import are_workers_forked
-from helmsman.rpc_server._wire.tls import uses_tls
 
 with importing_ray("RayScheduler"):
     import ray

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import ray
 
+from helmsman._base.auth import connect
 from helmsman.api import errors
 from helmsman.api.scheduler import CONTROLLER, ResultHandle
 from helmsman.controller._aio.event_loop import run_in_executor
@@ -37,7 +38,6 @@ from helmsman.rpc_server._process.oom import OomCount, oom_kills_since
 from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._server.observer import ask_observer
 from helmsman.rpc_server._server.ray_server import ChannelAddress, Greeting, RayHandleStore
-from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.messages import WorkerIdentity
 from helmsman.rpc_server._wire.segments import HAS_SEGMENTS, pack

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from helmsman._base.auth import connect
 from helmsman.api import errors
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import Deadline, await_all, run_in_executor
@@ -37,7 +38,6 @@ from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._server.channel import abstract_address
 from helmsman.rpc_server._server.forkserver import Spawn, worker_tag
-from helmsman.rpc_server._wire.auth import connect
 
 _CONNECT_S = 30.0
 _END_S = 6.0

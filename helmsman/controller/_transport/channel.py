@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from helmsman._base.stream import WOULD_BLOCK
 from helmsman.api.errors import ProtocolError, WorkerBacklogError
 from helmsman.controller._aio.event_loop import Deadline, run_in_executor, threads_awaited
 from helmsman.controller._transport.base import (
@@ -31,7 +32,6 @@ from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.memory import populate
 from helmsman.rpc_server._wire.messages import Reply
 from helmsman.rpc_server._wire.segments import ShmSegment
-from helmsman.rpc_server._wire.stream import WOULD_BLOCK
 from helmsman.rpc_server._wire.wire import FrameReader, Outgoing, Session, decode_reply, from_wire
 
 log = logging.getLogger(__name__)

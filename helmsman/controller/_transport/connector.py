@@ -7,8 +7,8 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable
 
+from helmsman._base.stream import Stream
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server._wire.stream import Stream
 from helmsman.rpc_server._wire.wire import HELLO, LENGTH_BYTES, WELCOME, pack_length, unpack_length
 
 _GREET_S = 5.0

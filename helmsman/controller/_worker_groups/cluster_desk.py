@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from helmsman._base.tls import server_tls, uses_tls
 from helmsman.api.closing import Closing
 from helmsman.api.dispatch import MethodSpec
 from helmsman.api.errors import HelmsmanError, ProtocolError
@@ -22,7 +23,6 @@ from helmsman.rpc_server._host.host import ReplyFn
 from helmsman.rpc_server._server.channel import ChannelServer, listen_abstract, listen_tcp
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import Reply, Request
-from helmsman.rpc_server._wire.tls import server_tls, uses_tls
 from helmsman.rpc_server.ports import port_range
 
 _ANSWER_THREADS = 4

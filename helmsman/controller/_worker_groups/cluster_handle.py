@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from helmsman._base.auth import connect
 from helmsman.api.closing import Closing
 from helmsman.api.dispatch import CustomDispatch, MethodSpec
 from helmsman.api.errors import DispatchError, HelmsmanError, ProtocolError
@@ -21,7 +22,6 @@ from helmsman.controller._validation.argument_types import require_seconds
 from helmsman.controller._worker_groups.calls_by_name import CallsByName, Method
 from helmsman.controller._worker_groups.cluster_desk import DeskAddress, GroupCall
 from helmsman.controller._worker_groups.rank_futures import settle
-from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.codec import Packed, Payload, decode, encode, encode_arguments
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
 from helmsman.rpc_server._wire.wire import Outgoing

@@ -18,17 +18,14 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from helmsman._base.door import BACKLOG
+from helmsman._base.tls import ServerTls
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._host.host import ReplyFn
-from helmsman.rpc_server._server.authenticated_server import (
-    BACKLOG,
-    AuthenticatedServer,
-    Connection,
-)
+from helmsman.rpc_server._server.authenticated_server import AuthenticatedServer, Connection
 from helmsman.rpc_server._wire.codec import Payload, encode
 from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply, Request
 from helmsman.rpc_server._wire.segments import ShmSegment
-from helmsman.rpc_server._wire.tls import ServerTls
 from helmsman.rpc_server._wire.wire import (
     HELLO,
     WELCOME,

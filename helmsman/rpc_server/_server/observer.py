@@ -15,12 +15,12 @@ import socket
 import subprocess
 import sys
 
+from helmsman._base.auth import connect
+from helmsman._base.stream import Stream
+from helmsman._base.tls import ServerTls, server_tls
 from helmsman.rpc_server._process.pulse import Pulse, map_page, observe
 from helmsman.rpc_server._process.title import set_title
 from helmsman.rpc_server._server.authenticated_server import AuthenticatedServer, Connection
-from helmsman.rpc_server._wire.auth import connect
-from helmsman.rpc_server._wire.stream import Stream
-from helmsman.rpc_server._wire.tls import ServerTls, server_tls
 from helmsman.rpc_server._wire.wire import LENGTH_BYTES, unpack_length
 
 _BOOTSTRAP = (

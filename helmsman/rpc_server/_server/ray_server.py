@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import ray
 
+from helmsman._base.tls import server_tls
 from helmsman.api.errors import HandleLostError
 from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import ResultHandle, WorkerHealth
@@ -35,7 +36,6 @@ from helmsman.rpc_server._server.ray_nodes import RayNodes
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb, WorkerConfig, WorkerIdentity
 from helmsman.rpc_server._wire.segments import SegmentLocation, can_attach
-from helmsman.rpc_server._wire.tls import server_tls
 from helmsman.rpc_server.ports import RANGE_VARIABLE, port_range
 
 

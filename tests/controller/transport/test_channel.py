@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from helmsman._base.auth import connect
+from helmsman._base.stream import Stream
 from helmsman.api.errors import WorkerBacklogError
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import run_async
@@ -24,10 +26,8 @@ from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.rpc_server._process.pulse import find_page, observe
-from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.stream import Stream
 from helmsman.rpc_server._wire.wire import (
     HELLO,
     WELCOME,

@@ -220,7 +220,7 @@ def test_channel_falls_back_to_tls(
     async def refused(path: str, limit_s: float) -> None:
         raise ConnectionRefusedError(path)
 
-    monkeypatch.setattr("helmsman.rpc_server._wire.auth.open_unix", refused)
+    monkeypatch.setattr("helmsman._base.auth.open_unix", refused)
     engine = _counter(scheduler, role)
     assert isinstance(_socket(engine), ssl.SSLSocket)
     assert [engine.call("add") for _ in range(3)] == [1, 2, 3]
@@ -237,7 +237,7 @@ def test_channel_start_error_names_address(
         raise TimeoutError(f"no connection within {limit_s:g} s")
 
     monkeypatch.setattr(SEGMENTS, False)
-    monkeypatch.setattr("helmsman.rpc_server._wire.auth.open_tcp", dropped)
+    monkeypatch.setattr("helmsman._base.auth.open_tcp", dropped)
     with pytest.raises(errors.WorkerStartError) as caught:
         scheduler.create_workers(Job(role=role))
     address = r"\d+\.\d+\.\d+\.\d+"

@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from helmsman._base.door import Door
+from helmsman._base.stream import Stream
+from helmsman._base.tls import server_tls
 from helmsman.api.errors import ProtocolError
 from helmsman.api.refusals import RefusalLog
 from helmsman.controller._bootstrap.connection import (
@@ -29,10 +32,7 @@ from helmsman.controller._bootstrap.connection import (
     connect,
     proof_key,
 )
-from helmsman.rpc_server._server.authenticated_server import Door
 from helmsman.rpc_server._wire import auth
-from helmsman.rpc_server._wire.stream import Stream
-from helmsman.rpc_server._wire.tls import server_tls
 
 KEY = proof_key("a token of this test", "")
 USUAL = LinkTimeouts()

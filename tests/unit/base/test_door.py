@@ -8,10 +8,10 @@ import socket
 
 import pytest
 
+from helmsman._base.auth import authenticate_connector
+from helmsman._base.stream import Stream
 from helmsman.api.errors import ProtocolError
 from helmsman.api.refusals import RefusalLog
-from helmsman.rpc_server._wire.auth import authenticate_connector
-from helmsman.rpc_server._wire.stream import Stream
 
 TOKEN, PROOF = (
     "was refused: it has another token",

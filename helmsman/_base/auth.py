@@ -24,9 +24,9 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from helmsman._base.stream import Stream, open_tcp, open_unix
+from helmsman._base.tls import TLS_VARIABLE, ServerTls, client_context, fingerprint_of
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server._wire.stream import Stream, open_tcp, open_unix
-from helmsman.rpc_server._wire.tls import TLS_VARIABLE, ServerTls, client_context, fingerprint_of
 
 HANDSHAKE_LIMIT_S = 5.0
 """Seconds that a peer has to authenticate itself to a listener."""

@@ -6,7 +6,7 @@ import ssl
 
 import pytest
 
-from helmsman.rpc_server._wire.tls import client_context, fingerprint_of, server_tls, uses_tls
+from helmsman._base.tls import client_context, fingerprint_of, server_tls, uses_tls
 
 
 def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLObject:
