@@ -89,6 +89,8 @@ class CollectiveTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     address: str
     port: int
     """Port of rank 0's store, through which the members connect."""
+    key: str
+    """Secret of this group, which members must have."""
     rank: int
     world_size: int
     timeout_s: float

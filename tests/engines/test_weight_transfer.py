@@ -91,6 +91,7 @@ def members(
         group_id="a",
         address="127.0.0.1",
         port=port,
+        key="plain:secret",
         rank=0,
         world_size=world_size,
         timeout_s=timeout_s,

@@ -109,6 +109,7 @@ async def test_architecture_collective(pair: Pair, tmp_path: Path) -> None:
         group_id=f"g{version}",
         address="127.0.0.1",
         port=pair.trainer.open_weight_store("127.0.0.1"),
+        key="plain:secret",
         rank=0,
         world_size=2,
         timeout_s=WAIT_S,

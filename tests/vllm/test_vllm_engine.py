@@ -337,6 +337,7 @@ async def test_destroy_ends_requests_and_update(served: Served) -> None:
         group_id="missing",
         address="127.0.0.1",
         port=store.open_store("127.0.0.1"),
+        key="plain:secret",
         rank=1,
         world_size=2,
         timeout_s=600.0,

@@ -194,6 +194,7 @@ async def _broadcast_by(
         group_id=f"g{version}",
         address="127.0.0.1",
         port=group.open_store("127.0.0.1"),
+        key="plain:secret",
         rank=0,
         world_size=2,
         timeout_s=WAIT_S,

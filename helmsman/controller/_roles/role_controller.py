@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from helmsman._base.group_keys import KEY_VARIABLE, group_key
 from helmsman.api.closing import Starting
 from helmsman.api.errors import HelmsmanError, InvalidSpecError, NotFoundError, SchedulerClosedError
 from helmsman.api.fan_out import Fanout
@@ -257,7 +258,7 @@ class RoleController(Starting):
 
 
 def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str, str]]:
-    """Return torch's rendezvous variables by worker id.
+    """Return torch's rendezvous variables by worker id, and the key of the ranks' store.
 
     The master address is rank 0's node and its first leased port. Local ranks count the workers of
     one address.
@@ -275,6 +276,8 @@ def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str
             "(with colocation, set it in the target's spec)",
         )
     per_node = Counter(worker.ip for worker in workers)
+    place = f"{master.ip}:{master.engine_ports[0]}"
+    secret = {KEY_VARIABLE: group_key(f"{role} at {place}", per_node)} if len(workers) > 1 else {}
     seen: Counter[str] = Counter()
     environment = {}
     for rank, worker in enumerate(workers):
@@ -285,6 +288,7 @@ def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str
             "LOCAL_WORLD_SIZE": str(per_node[worker.ip]),
             "MASTER_ADDR": master.ip,
             "MASTER_PORT": master.engine_ports[0],
+            **secret,
         }
         seen[worker.ip] += 1
     return environment

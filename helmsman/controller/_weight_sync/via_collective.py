@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from helmsman._base.group_keys import group_key
 from helmsman.api.errors import EngineCallError, WorkerFailedError
 from helmsman.api.weight_exchange import WeightSink, WeightSource
 from helmsman.api.weights import CollectiveTarget
@@ -92,6 +93,9 @@ class ViaCollective(WeightTransport):
             group_id=self._group_id,
             address=source.workers[0].ip,
             port=self._port,
+            key=group_key(
+                self._group_id, [worker.ip for worker in (*source.workers[:1], *sink.workers)]
+            ),
             rank=0,
             world_size=1 + len(ids),
             timeout_s=max(0.1, min(self._timeout_s, push.left_s)),

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helmsman._base.group_keys import KEY_VARIABLE
 from helmsman.api.platforms import current_platform
+from helmsman.engines._models.store import GroupStore, meet
 
 _lock = threading.RLock()
 """Held while engines in threads of one process (inline) join or leave the group. Reentrant, since a
@@ -26,6 +28,8 @@ garbage collection may free an engine, which then leaves.
 """
 _group: dist.ProcessGroup | None = None
 """The default group, if it was created here."""
+_store: GroupStore | None = None
+"""The store of that group, if its ranks have a key."""
 _num_users = 0
 
 
@@ -91,6 +95,7 @@ def _join(rendezvous_timeout_s: float, collective_timeout_s: float) -> dist.Proc
 
 
 def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    global _store
     if world_size == 1:
         return dist.HashStore()
     address, port = os.environ.get("MASTER_ADDR", ""), environment_int("MASTER_PORT", 0)
@@ -99,14 +104,21 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             f"rank {rank} of {world_size} needs MASTER_ADDR and MASTER_PORT; they are {address!r} "
             f"and {port or ''!r}"
         )
+    key = os.environ.get(KEY_VARIABLE, "")
     try:
+        if key:
+            _store = meet(address, port, key, rank=rank, world_size=world_size, timeout_s=timeout_s)
+            return _store
+        # Another launcher started the ranks, so that they have no secret in common.
         return dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=timedelta(seconds=timeout_s)
         )
-    except dist.DistError as exc:
+    except (dist.DistError, OSError) as exc:
         hint = (
             "is the port in use?" if rank == 0 else "is rank 0 running, and can this node reach it?"
         )
+        if isinstance(exc, dist.DistStoreError):
+            hint = f"{exc}."
         raise ConnectionError(
             f"rank {rank} of {world_size} did not connect to the other ranks at {address}:{port} "
             f"within {timeout_s:g} s; {hint} Check the ranks that did not report this error."
@@ -129,6 +141,7 @@ def leave_process_group(group: dist.ProcessGroup | None = None) -> None:
             _group = None
             if group is dist.group.WORLD:
                 dist.destroy_process_group()
+            _close_store()
 
 
 def abort_process_groups() -> None:
@@ -140,6 +153,14 @@ def abort_process_groups() -> None:
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
     _group, _num_users = None, 0
+    _close_store()
+
+
+def _close_store() -> None:
+    global _store
+    store, _store = _store, None
+    if store is not None:
+        store.close()
 
 
 def gather_objects(value: Any) -> list[Any]:

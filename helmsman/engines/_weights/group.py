@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import CollectiveTarget, DeviceTarget
+from helmsman.engines._models.store import GroupStore, StoreServer, listen
 from helmsman.engines._weights.broadcast_group import BroadcastGroup
 from helmsman.engines._weights.device_link import (
     DeviceReceiver,
@@ -61,13 +61,14 @@ class Arriving(Protocol):
 class WeightGroup:
     """Membership of this process in a weight-sync group.
 
-    On rank 0 it also holds the store where members meet, and on any rank the socket where processes
-    on its device connect. Tensors are on ``device``.
+    On rank 0 it also holds the listener of the store where members meet, and on any rank the socket
+    where processes on its device connect. Tensors are on ``device``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._store: dist.TCPStore | None = None
+        self._listener: socket.socket | None = None
+        self._store: GroupStore | None = None
         self._group: BroadcastGroup | None = None
         self._limit_s = 0.0
         """Limit of a broadcast, of the last join."""
@@ -143,10 +144,10 @@ class WeightGroup:
         return DeviceReceiver(place, self.device)
 
     def open_store(self, address: str) -> int:
-        """Become rank 0: listen on a port that the system chooses; return the port."""
-        if self._store is None:
-            self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        return int(self._store.port)
+        """Become rank 0 of the next group: listen on a port that the system chooses; return it."""
+        self._close_store()
+        self._listener = listen(address)
+        return int(self._listener.getsockname()[1])
 
     def join(self, place: CollectiveTarget) -> None:
         """Join a group and leave any earlier one; block until all members have joined.
@@ -155,28 +156,15 @@ class WeightGroup:
             ConnectionError: Not all members joined in time.
         """
         self._limit_s = place.timeout_s
-        limit = timedelta(seconds=place.timeout_s)
         if self._group_id == place.group_id:
             return
         self.leave()
         try:
-            if place.rank > 0:
-                store: dist.Store = dist.TCPStore(
-                    place.address, place.port, timeout=limit, wait_for_workers=False
-                )
-            elif self._store is None:
-                raise ConnectionError(
-                    f"this is rank 0 of {place.group_id!r}, but it is not listening; call "
-                    "open_store first"
-                )
-            else:
-                store = self._store
-            prefixed = dist.PrefixStore(place.group_id, store)
-            prefixed.set_timeout(limit)
-            self._meet(prefixed, place)
+            self._store = store = self._open(place)
+            self._meet(store, place)
             self._group = BroadcastGroup(
                 current_platform.communication_backend,
-                prefixed,
+                store,
                 place.rank,
                 place.world_size,
                 min(place.timeout_s, _CONNECT_S),
@@ -198,7 +186,27 @@ class WeightGroup:
                 "this error."
             ) from error
 
-    def _meet(self, store: dist.Store, place: CollectiveTarget) -> None:
+    def _open(self, place: CollectiveTarget) -> GroupStore:
+        listener, self._listener = self._listener, None
+        self._close_store()
+        server = None
+        if place.rank == 0:
+            if listener is None:
+                raise ConnectionError(
+                    f"this is rank 0 of {place.group_id!r}, but it is not listening; call "
+                    "open_store first"
+                )
+            server = StoreServer(listener, place.key)
+        return GroupStore(place.address, place.port, place.key, place.timeout_s, server)
+
+    def _close_store(self) -> None:
+        listener, self._listener = self._listener, None
+        store, self._store = self._store, None
+        for each in (listener, store):
+            if each is not None:
+                each.close()
+
+    def _meet(self, store: GroupStore, place: CollectiveTarget) -> None:
         """Wait until all members are at the store: a backend would wait for a dead one."""
         store.set(f"member {place.rank}", "")
         if place.rank > 0:
@@ -301,4 +309,4 @@ class WeightGroup:
     def close(self) -> None:
         self.leave()
         self.close_socket()
-        self._store = None
+        self._close_store()
