@@ -117,8 +117,8 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         hint = (
             "is the port in use?" if rank == 0 else "is rank 0 running, and can this node reach it?"
         )
-        if isinstance(exc, dist.DistStoreError):
-            hint = f"{exc}."
+        if isinstance(exc, TimeoutError):
+            hint = str(exc)
         raise ConnectionError(
             f"rank {rank} of {world_size} did not connect to the other ranks at {address}:{port} "
             f"within {timeout_s:g} s; {hint} Check the ranks that did not report this error."
