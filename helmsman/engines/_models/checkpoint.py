@@ -42,6 +42,7 @@ from helmsman.engines._models.checkpoint_files import (
 )
 from helmsman.engines._models.distributed import failing_together, gather_objects, named_tensors
 from helmsman.engines._models.files import replace_folder
+from helmsman.engines._models.gloo_listeners import closed_afterwards
 from helmsman.engines._models.heads import check_saved_head, head_of
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,10 @@ class Checkpointer:
     def _join_group(self) -> None:
         """Create a separate group, to keep background writes apart from training's collectives."""
         if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+            with closed_afterwards():
+                self._group = dist.new_group(
+                    backend="gloo", timeout=timedelta(seconds=self._timeout_s)
+                )
 
     def load(self, path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
         """Read a checkpoint into a model and an optimizer that has not stepped. A collective.

@@ -20,6 +20,7 @@ from torch import nn
 
 from helmsman._base.group_keys import KEY_VARIABLE
 from helmsman.api.platforms import current_platform
+from helmsman.engines._models.gloo_listeners import closed_afterwards
 from helmsman.engines._models.store import GroupStore, meet
 
 _lock = threading.RLock()
@@ -82,14 +83,16 @@ def _join(rendezvous_timeout_s: float, collective_timeout_s: float) -> dist.Proc
         return _group
     rank, world_size = environment_int("RANK", 0), environment_int("WORLD_SIZE", 1)
     device_type, backend = current_platform.device_type, current_platform.communication_backend
-    dist.init_process_group(
-        # The host backend serves small objects and optimizer scalars, which are on the host.
-        "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{backend}",
-        store=_meet(rank, world_size, rendezvous_timeout_s),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=collective_timeout_s),
-    )
+    store = _meet(rank, world_size, rendezvous_timeout_s)
+    with closed_afterwards():
+        dist.init_process_group(
+            # The host backend serves small objects and optimizer scalars, which are on the host.
+            "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{backend}",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=collective_timeout_s),
+        )
     _group, _num_users = dist.group.WORLD, 1
     return _group
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from helmsman.api.errors import ParallelLayoutError
 from helmsman.engines._models.distributed import environment_int
+from helmsman.engines._models.gloo_listeners import closed_afterwards
 from helmsman.engines._models.model import decoder_layers
 from helmsman.engines._train.parallel_plan import TensorPlan
 from helmsman.engines.train_config import TrainConfig
@@ -153,9 +154,10 @@ def _everybody() -> dist.ProcessGroup:
 
 def _group_of(rows: torch.Tensor, timeout_s: float) -> dist.ProcessGroup:
     group: dist.ProcessGroup
-    group, _ = dist.new_subgroups_by_enumeration(
-        rows.tolist(), timeout=timedelta(seconds=timeout_s)
-    )
+    with closed_afterwards():
+        group, _ = dist.new_subgroups_by_enumeration(
+            rows.tolist(), timeout=timedelta(seconds=timeout_s)
+        )
     return group
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from helmsman.api.platforms import current_platform
+from helmsman.engines._models.gloo_listeners import closed_afterwards
 
 _POLL_S = 0.0002
 _NOTICE_S = 0.25
@@ -51,7 +52,8 @@ class BroadcastGroup:
     ) -> None:
         self._is_aborted = threading.Event()
         self._store = store
-        self._group = _make_group(backend, store, rank, world_size, timedelta(seconds=limit_s))
+        with closed_afterwards():
+            self._group = _make_group(backend, store, rank, world_size, timedelta(seconds=limit_s))
 
     def broadcast(self, tensor: torch.Tensor, limit_s: float) -> None:
         """Broadcast rank 0's contiguous tensor into the members' tensors of the same size.
