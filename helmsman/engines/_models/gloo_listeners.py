@@ -1,9 +1,9 @@
 """Listeners of gloo, which are closed to connections once the ranks of a group are connected.
 
-gloo authenticates nobody. A connection costs it a descriptor until the process ends, and an accept
-that finds none left ends the process (gloo/transport/tcp/listener.cc). The ranks connect while their
-group is made. Afterwards a filter has the kernel drop packets for the listener; connections that
-exist are not affected. gloo itself must keep the socket, since it polls it.
+gloo accepts every process. A connection costs it a descriptor until its own process ends, and an
+accept that finds none left ends that process (gloo/transport/tcp/listener.cc). The ranks connect
+while their group is made. Afterwards a filter has the kernel drop all packets for the listener;
+connections that exist are not affected. The socket stays open, because gloo polls it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,22 +30,39 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A program of classic BPF: return 0 bytes of the packet."""
 
 
+_lock = threading.Lock()
+_before: set[str] = set()
+"""Listeners that existed when the first of the present blocks began."""
+_num_blocks = 0
+
+
 @contextlib.contextmanager
 def closed_afterwards() -> Iterator[None]:
-    """Close the listeners of gloo groups that are made in the block, after it."""
-    before = _gloo_listeners()
-    yield
-    if os.environ.get(_LAZY_VARIABLE, "0") not in ("", "0"):
-        return
+    """Close the listeners of gloo groups that are made in the block, after it.
+
+    Threads of this process may be members of one group, so that the last block closes them all.
+    """
+    global _before, _num_blocks
+    with _lock:
+        if _num_blocks == 0:
+            _before = set(_gloo_listeners())
+        _num_blocks += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_blocks -= 1
+            if _num_blocks == 0 and os.environ.get(_LAZY_VARIABLE, "0") in ("", "0"):
+                for inode, descriptor in _gloo_listeners().items():
+                    if inode not in _before:
+                        _drop_packets(descriptor)
+
+
+def _drop_packets(descriptor: int) -> None:
     program = ctypes.create_string_buffer(_DROP_ALL)
-    for inode, descriptor in _gloo_listeners().items():
-        if inode not in before:
-            with socket.socket(fileno=os.dup(descriptor)) as listener:
-                listener.setsockopt(
-                    socket.SOL_SOCKET,
-                    _SO_ATTACH_FILTER,
-                    struct.pack("HP", len(_DROP_ALL) // 8, ctypes.addressof(program)),
-                )
+    option = struct.pack("HP", 1, ctypes.addressof(program))
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
 
 
 def _gloo_listeners() -> dict[str, int]:
