@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import hmac
+import os
+import secrets
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterable
 from typing import Any
 from wsgiref import simple_server
@@ -19,6 +23,9 @@ from helmsman.api.extras import needed_by
 from helmsman.api.run_state import RunSnapshot
 from helmsman.controller._operator.connections import BoundedThreads
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run, take_snapshot
+
+TOKEN_VARIABLE = "HELMSMAN_METRICS_TOKEN"
+"""Environment variable: the token that scrapes need; without it, each server makes its own."""
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "helmsman_up": ("1 if the run's script answers.", ()),
@@ -100,6 +107,8 @@ class _Handler(simple_server.WSGIRequestHandler):
 def serve(run: FoundRun, host: str, port: int) -> None:
     """Serve the metrics of a run at http://HOST:PORT/metrics until it has ended.
 
+    A scrape needs the token, as a bearer token or as the parameter ``token`` of the address.
+
     Raises:
         BackendNotInstalledError: prometheus_client is missing.
         OSError: The port is not free; with port 0, any free one is used.
@@ -126,10 +135,21 @@ def serve(run: FoundRun, host: str, port: int) -> None:
 
     registry = prometheus_client.CollectorRegistry()
     registry.register(Run())
-    app = prometheus_client.make_wsgi_app(registry)
+    answer = prometheus_client.make_wsgi_app(registry)
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+
+    def app(environ: Any, respond: Any) -> Any:
+        query = urllib.parse.parse_qs(environ.get("QUERY_STRING", ""))
+        bearer = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
+        given = bearer or query.get("token", [""])[0]
+        if hmac.compare_digest(given.encode(), token.encode()):
+            return answer(environ, respond)
+        respond("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"A scrape needs the token that helmsman metrics printed.\n"]
+
     server = simple_server.make_server(host, port, app, _Server, _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(f"metrics at http://{host}:{server.server_port}/metrics", flush=True)
+    print(f"metrics at http://{host}:{server.server_port}/metrics?token={token}", flush=True)
     try:
         while take() is not None:
             time.sleep(_POLL_S)

@@ -142,6 +142,7 @@ class Server(BoundedThreads, http.server.HTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: Server
+    timeout = 30.0  # s without a byte from the peer
 
     def do_GET(self) -> None:
         address, _, query = self.path.partition("?")
