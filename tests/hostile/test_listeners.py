@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
 
 from helmsman import LocalScheduler
 from helmsman.agents import AgentGateway
@@ -20,7 +21,7 @@ from helmsman.controller._operator.ui import Server
 from helmsman.controller._weight_sync.via_collective import ViaCollective
 from tests.agents.constant_model import plain_tokenizer
 from tests.controller.sync_world import World
-from tests.hostile.other_user import connected
+from tests.hostile.other_user import SPEECHES, connected, speak
 from tests.listeners import Listener, family_of, listeners_of
 
 ROOT = Path(__file__).parents[2]
@@ -133,11 +134,18 @@ def test_listeners_refuse_another_user(run: Run) -> None:
     assert run.world.differing() == {id_: [] for id_ in run.world.ids}
 
 
+def test_store_of_torch_is_detected() -> None:
+    """Torch's own store answers to a speech of the other user."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answer = speak("tcp", "127.0.0.1", store.port, SPEECHES["TCPStore"])
+    assert not is_refusal(answer), answer
+
+
 def is_refusal(answer: str) -> bool:
     """Return whether a listener has said nothing, greeted and refused, or answered by a 4xx."""
-    text = answer.partition("!")[0] if "!" in answer else answer
-    if text.startswith("HTTP/1."):
-        return re.match(r"HTTP/1\.\d 4\d\d ", text) is not None
+    text = answer.rpartition("!")[0] if re.search(r"!\w+$", answer) else answer
+    if re.match(r"HTTP/1\.\d 4\d\d |<!DOCTYPE HTML>", text):  # HTTP 0.9 has no status line
+        return not text.startswith("<") or re.search(r"Error code: 4\d\d", text) is not None
     nonce, refused = 32, "\0" * 32
     is_greeting = text.startswith(GREETING) and text[len(GREETING) + nonce :] in ("", refused)
     return text == "" or is_greeting
