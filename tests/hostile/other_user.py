@@ -1,7 +1,7 @@
 """Another user of this machine, who speaks to the listeners of a run.
 
-`python -m tests.hostile.other_user` becomes uid 65534, reads listeners as JSON, and writes the answer
-of each one to each speech, as JSON.
+`python -m tests.hostile.other_user` becomes uid 65534, reads listeners as JSON, and writes the
+answer of each one to each speech, as JSON.
 """
 
 from __future__ import annotations

@@ -58,6 +58,12 @@ def closed_afterwards() -> Iterator[None]:
                         _drop_packets(descriptor)
 
 
+def close_listeners() -> None:
+    """Close all listeners of gloo in this process, in which no group is being made."""
+    for descriptor in _gloo_listeners().values():
+        _drop_packets(descriptor)
+
+
 def _drop_packets(descriptor: int) -> None:
     program = ctypes.create_string_buffer(_DROP_ALL)
     option = struct.pack("HP", 1, ctypes.addressof(program))

@@ -20,6 +20,8 @@ from typing import Any
 from helmsman.api import process_guard
 from helmsman.api.errors import ServerRequestError, ServerStartError
 
+_PRIVATE = 0o077
+"""Mask of the server's files and sockets: for this user only."""
 _TAIL_CHUNKS = 64
 _CHUNK_BYTES = 4096
 _TAIL_BYTES = 8192
@@ -79,6 +81,7 @@ class ServerProcess:
                 pass_fds=[their_report_fd],
                 # The session stays the worker's, so that the worker's guardian finds the guard.
                 process_group=0,
+                umask=_PRIVATE,
                 bufsize=0,
             )
         except BaseException:

@@ -75,6 +75,7 @@ class VLLMInstance:
                 raise RuntimeError(self._others.failure) from error
             raise
         self._children = internals.children_of(self._llm)
+        await self._llm.collective_rpc("helmsman_close_listeners")
         self._watch = asyncio.get_running_loop().create_task(self._look_after())
         for name, path in self.config.adapters.items():
             await self.load_adapter(name, path)

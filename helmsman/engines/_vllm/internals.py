@@ -38,6 +38,10 @@ ENVIRONMENT = {
 _HOST_ARGUMENTS = {"enable_chunked_prefill": False}
 
 
+PRIVATE = 0o077
+"""Mask of the files and sockets of vLLM's processes: for this user only."""
+
+
 class UnsupportedVLLMError(RuntimeError):
     """The installed vLLM is too old, or lacks an internal that is used here."""
 
@@ -112,9 +116,14 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
             )
     if is_on_host():
         arguments = {**_HOST_ARGUMENTS, **arguments}
-    return AsyncLLM.from_engine_args(
-        AsyncEngineArgs(**arguments), stat_loggers=[Listener], usage_context=usage_context()
-    )
+    # vLLM's sockets and the file in which its ranks meet are in the temporary folder.
+    before = os.umask(PRIVATE)
+    try:
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments), stat_loggers=[Listener], usage_context=usage_context()
+        )
+    finally:
+        os.umask(before)
 
 
 def usage_context() -> Any:

@@ -115,6 +115,7 @@ class OtherNodes:
 
 def _run_node(arguments: Mapping[str, Any], environment: Mapping[str, str], address: str) -> None:
     """Run the ranks of this node until one of them ends."""
+    os.umask(internals.PRIVATE)
     os.environ.update(environment)
     os.environ["VLLM_HOST_IP"] = address
     for interface, own in ipv4_interfaces().items():

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from helmsman.api.weights import CollectiveTarget, DeviceTarget, WeightsOnDisk
+from helmsman.engines._models.gloo_listeners import close_listeners
 from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.transfer import read_shared
 from helmsman.engines._weights.fit import Expected, require_fit
@@ -39,6 +40,10 @@ class VLLMWorkerExtension:
     model_config: Any
     model_runner: Any
     get_model: Callable[[], Any]
+
+    def helmsman_close_listeners(self) -> None:
+        """Close the listeners of vLLM's groups, once their ranks are connected."""
+        close_listeners()
 
     def helmsman_begin(self, message: Mapping[str, Any]) -> Outcome:
         """Begin an update; its tensors follow in messages of the same form."""
