@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from helmsman._base.group_keys import KEY_VARIABLE
 from helmsman.api.environment import EnvironmentVariable, masked
 from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import SchedulingSpec
@@ -60,7 +61,8 @@ _RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
             "VLLM_DP_SIZE "
             "VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT NCCL_COMM_ID",
             "a thread count; it follows SchedulingSpec.cpu": " ".join(THREAD_VARIABLES),
-            "a mark of one worker": f"{TAG_VARIABLE} HELMSMAN_INSTANCE_DEVICES {PORTS_VARIABLE}",
+            "a mark of one worker": f"{TAG_VARIABLE} HELMSMAN_INSTANCE_DEVICES {PORTS_VARIABLE} "
+            f"{KEY_VARIABLE}",
             "torchrun's own": "TORCHELASTIC_* PET_*",
             "Ray's own; its workers have theirs from their raylet": "RAY_*",
         },
