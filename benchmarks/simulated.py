@@ -10,6 +10,7 @@ import functools
 import os
 
 from benchmarks.echo import EchoProcess
+from helmsman._base import auth
 from helmsman.controller._aio.event_loop import await_all
 from helmsman.controller._placement.allocator import OneMachine
 from helmsman.controller._placement.placement import Placement
@@ -18,7 +19,6 @@ from helmsman.controller._transport.base import Ending
 from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import SegmentStore
-from helmsman.rpc_server._wire import auth
 
 
 class _Process:

@@ -30,7 +30,7 @@ def family_of(pid: int) -> list[int]:
 
 def listeners_of(pids: Iterable[int]) -> set[Listener]:
     """Return the listening stream and packet sockets of these processes, one for each address."""
-    found = {}
+    found: dict[str, Listener] = {}
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             inodes = set(_inodes(pid))

@@ -36,7 +36,7 @@ def test_store_verbs(key: str) -> None:
     with opened(key) as (store, port):
         other = GroupStore("127.0.0.1", port, key, 30.0)
         store.set("a", "text")
-        store.set("large", bytes(1 << 20))
+        store.set("large", "x" * (1 << 20))
         assert (other.get("a"), len(other.get("large"))) == (b"text", 1 << 20)
         assert (store.add("n", 2), other.add("n", 3), store.get("n")) == (2, 5, b"5")
         assert (other.check(["a", "n"]), other.check(["a", "b"])) == (True, False)

@@ -22,11 +22,12 @@ import msgspec
 import torch.distributed as dist
 
 from helmsman._base.auth import connect
-from helmsman._base.door import BACKLOG, Door, RefusalLog
+from helmsman._base.door import BACKLOG, Door
 from helmsman._base.group_keys import needs_tls
 from helmsman._base.stream import WOULD_BLOCK, Stream
 from helmsman._base.tls import server_tls
 from helmsman.api.errors import ProtocolError
+from helmsman.api.refusals import RefusalLog
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +201,9 @@ class GroupStore(dist.Store):
         DistNetworkError: No server of this group answered in time.
     """
 
+    timeout: timedelta
+    """Limit of a wait for keys, which ``set_timeout`` of torch's class changes."""
+
     def __init__(
         self, address: str, port: int, key: str, timeout_s: float, server: StoreServer | None = None
     ) -> None:
@@ -279,8 +283,8 @@ class GroupStore(dist.Store):
             link.close()
             raise dist.DistNetworkError(
                 f"the group's store at {self._address}:{self._port} did not answer "
-                f"({error or 'it has closed the connection'}): the process of rank 0 has ended, "
-                "has left the group or does not respond"
+                f"({str(error) or 'it has closed the connection'}): the process of rank 0 has "
+                "ended, has left the group or does not respond"
             ) from error
         except BaseException:
             link.close()  # an interrupt: the answer may arrive later

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from helmsman._base import auth
 from helmsman._base.door import Door
 from helmsman._base.stream import Stream
 from helmsman._base.tls import server_tls
@@ -32,7 +33,6 @@ from helmsman.controller._bootstrap.connection import (
     connect,
     proof_key,
 )
-from helmsman.rpc_server._wire import auth
 
 KEY = proof_key("a token of this test", "")
 USUAL = LinkTimeouts()
