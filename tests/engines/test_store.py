@@ -45,9 +45,10 @@ def test_store_verbs(key: str) -> None:
         assert (store.delete_key("b"), store.delete_key("b")) == (True, False)
         with concurrent.futures.ThreadPoolExecutor(4) as threads:
             waiting = [threads.submit(other.get, "late") for _ in range(3)]
-            dist.PrefixStore("", store).set("late", b"x")
+            dist.PrefixStore("p", store).set("late", "x")
             store.set("late", b"y")
             assert {each.result(30) for each in waiting} == {b"y"}
+        assert other.get("p/late") == b"x"
         other.close()
 
 
