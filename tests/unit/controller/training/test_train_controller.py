@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helmsman._base.group_keys import KEY_VARIABLE
 from helmsman.api.errors import (
     CheckpointError,
     EngineCallError,
@@ -152,6 +153,10 @@ def test_rank_environment() -> None:
         worker(2, "10.0.0.7", ["20003"]),
     ]
     environment = rank_environment("actor", workers)
+    (key,) = {each.pop(KEY_VARIABLE) for each in environment.values()}
+    assert key == rank_environment("actor", workers)["actor/1"][KEY_VARIABLE]
+    assert key.startswith("tls:")
+    assert KEY_VARIABLE not in rank_environment("actor", workers[:1])["actor/0"]
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "20001"}
     assert environment == {
         "actor/0": {**common, "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
