@@ -84,11 +84,10 @@ def listed() -> set[str]:
 def name_of(listener: Listener, ports: dict[int, str]) -> str:
     """Return the name of a listener in SECURITY.md, or its description if it is none of them."""
     if listener.family == "unix":
-        if listener.address.startswith("@"):
-            return "control socket" if re.match("@helmsman/", listener.address) else str(listener)
-        folder = Path(listener.address).parent.stat()
-        is_private = folder.st_uid == os.getuid() and not folder.st_mode & 0o077
-        return "worker channel" if is_private else str(listener)
+        for name, start in (("control socket", "@helmsman/"), ("worker channel", "@helmsman-")):
+            if listener.address.startswith(start):
+                return name
+        return str(listener)
     if listener.port in ports:
         return ports[listener.port]
     try:
