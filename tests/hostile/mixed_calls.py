@@ -142,13 +142,13 @@ class Mix:
         """Return the current usage; nothing is in flight."""
         gc.collect()
         driver = psutil.Process()
-        workers = [psutil.Process(pid) for pid in self._pids.values()]
-        return Usage(
-            driver.memory_info().rss / 1e6,
-            driver.num_fds(),
-            sum(each.memory_info().rss for each in workers) / 1e6,
-            sum(each.num_fds() for each in workers),
-        )
+        worker_mb, worker_fds = 0.0, 0
+        for pid in self._pids.values():
+            with contextlib.suppress(psutil.NoSuchProcess):  # the window ended with a kill
+                process = psutil.Process(pid)
+                worker_mb += process.memory_info().rss / 1e6
+                worker_fds += process.num_fds()
+        return Usage(driver.memory_info().rss / 1e6, driver.num_fds(), worker_mb, worker_fds)
 
     async def _one(self) -> None:
         kind = self._random.choices(

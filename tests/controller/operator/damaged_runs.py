@@ -103,7 +103,9 @@ _SUFFIXES = st.sampled_from([".log", "-0.log", "-\u0663.log", ".events", ".1.eve
 _PARTS = st.binary(min_size=1, max_size=20).map(
     lambda e: e.translate(bytes.maketrans(b"/\0", b"__"))
 )
-_NEW_NAMES = st.builds(lambda a, b: os.fsdecode(a) + b, _PARTS, _SUFFIXES)
+_NEW_NAMES = st.builds(lambda a, b: os.fsdecode(a) + b, _PARTS, _SUFFIXES).filter(
+    lambda name: name not in (".", "..")
+)
 _YEARS = st.sampled_from(
     ["0000", "0001", "1969", "1970", "2026", "2038", "9999", "\u0662\u0660\u0662\u0666"]
 )

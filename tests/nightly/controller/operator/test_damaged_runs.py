@@ -12,7 +12,7 @@ from tests.controller.operator.damaged_runs import ARGUMENTS, check_command
 
 
 @pytest.mark.timeout(1200)
-@settings(max_examples=3000)
+@settings(max_examples=1000)
 @given(**ARGUMENTS)
 def test_commands_never_crash_on_data(recorded: Path, places: Path, **arguments: Any) -> None:
     check_command(recorded, places, **arguments)
