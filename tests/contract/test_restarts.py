@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 
@@ -11,7 +12,7 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, WorkerState
 from tests.contract.engines import Counter
-from tests.contract.helpers import LIMIT_S, Engine, Gate, is_running, stop, wait_gone
+from tests.contract.helpers import LIMIT_S, Engine, Gate, is_running, stop, wait_gone, wait_until
 from tests.contract.marks import needs_processes, ray_smoke
 
 ONE_DEVICE = SchedulingSpec(cpu=0, gpu=1, port_count=1)
@@ -110,3 +111,23 @@ def test_restart_workers_after_removal(scheduler: Scheduler, role: str) -> None:
     scheduler.restart_workers(role, elsewhere=True)
     assert [worker.id for worker in scheduler.get_workers(role)] == [f"{role}/0", f"{role}/1"]
     assert scheduler.add_workers(role, 1) == [f"{role}/2"]
+
+
+@needs_processes
+def test_restarts_keep_no_descriptors(scheduler: Scheduler, role: str) -> None:
+    """A run of weeks restarts its workers often; nothing of the old processes stays open."""
+    (worker,) = scheduler.create_workers(Job(role=role))
+    for _ in range(3):
+        engine = Engine.create(scheduler, worker, Counter)
+        with pytest.raises(errors.WorkerFailedError):
+            engine.call("die", "exit 3")
+        scheduler.restart_worker(worker)
+    assert len(_pages(role)) >= 1
+    wait_until(lambda: len(_pages(role)) <= 1, "the pages of the old processes are closed")
+
+
+def _pages(role: str) -> list[str]:
+    """Return the heartbeat pages of a role's workers that this process maps."""
+    gc.collect()
+    with open("/proc/self/maps") as file:
+        return [line for line in file if "helmsman_pulse" in line and f"/{role}/" in line]

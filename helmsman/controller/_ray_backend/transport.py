@@ -129,7 +129,9 @@ class RayWorker:
         self._killing: asyncio.Future[None] | None = None
         self._tag = ""
         self._page: mmap.mmap | None = None
-        """The worker's pulse page, if it can be mapped here."""
+        """The worker's pulse page, while it lives, if it can be mapped here."""
+        self._is_here = False
+        """Whether its page could be mapped."""
         self._observer: Callable[[float], Awaitable[bytes]] | None = None
         """Queries the worker's observer within a limit in seconds; None if this process observes
         the worker itself.
@@ -172,6 +174,7 @@ class RayWorker:
         self._tag = f"{identity.run_id}/{identity.worker_id}"
         if HAS_SEGMENTS:
             self._page = find_page(self._pid, self._tag)
+        self._is_here = self._page is not None
         # One key per worker, so that a relay in the network cannot redirect the connection to
         # another worker of the run.
         channel = await self._open_channel(secrets.token_bytes(32), tls)
@@ -256,6 +259,8 @@ class RayWorker:
         """
         with contextlib.suppress(TransportLostError, errors.ProtocolError):
             await self._await(self._actor.live.remote())
+        # The role keeps this object until its own end, and a page has a descriptor.
+        self._page = None
         channel.close()
 
     async def pending(self) -> str:
@@ -333,9 +338,7 @@ class RayWorker:
 
     async def _remains(self, limit_s: float) -> _Remains:
         """Read the guardian's record, the OOM kills and the log's tail on the worker's node."""
-        if self.place.node_id == self._here or (
-            self._page is not None and os.path.exists(self.log_path)
-        ):
+        if self.place.node_id == self._here or (self._is_here and os.path.exists(self.log_path)):
             # on this machine
             return await run_in_executor(
                 _read_remains, self.log_path, self._pid, self.log_start, self._oom, limit_s
@@ -368,7 +371,7 @@ class RayWorker:
             async with asyncio.timeout(_DEATH_S):
                 # raises as soon as Ray reports the actor's death
                 await self._await(self._actor.greet.remote())
-        if self._page is not None:
+        if self._is_here:
             await run_in_executor(self._end_here)
         self._killed = True
 

@@ -177,6 +177,8 @@ class LocalProcess:
 
         async def watch() -> None:
             await self._server.wait_family(self.pid)
+            # The role keeps this object until its own end, and a page has a descriptor.
+            self._page = None
             react()
 
         self._page = find_page(self.pid, self.tag)
