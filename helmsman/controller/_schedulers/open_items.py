@@ -59,10 +59,23 @@ class _Seen(NamedTuple):
     """Time of the observation."""
     usage: tuple[float, int]
     """CPU seconds of its thread, and number of waits."""
+    is_explained: bool
+    """Whether it waits for other items, or for generation requests."""
 
 
 _Key = tuple[int, int, float]
 """Id of a source, number of an item, and its begin."""
+
+
+class Still(NamedTuple):
+    """An item whose wait nothing known explains, and the time since its last progress."""
+
+    key: object
+    """Identifies it."""
+    text: str
+    still_s: float
+    median_s: float | None
+    """Median duration of finished ones."""
 
 
 class _Around(NamedTuple):
@@ -87,8 +100,8 @@ class OpenItems:
         self._seen: dict[_Key, _Seen] = {}
         self._texts = set[str]()
 
-    def look(self) -> None:
-        """Observe the oldest items; called every second."""
+    def look(self) -> list[Still]:
+        """Observe the oldest items, and return them; called every second."""
         now = time.monotonic()
         found = {
             _key_of(source, item): (source, item)
@@ -97,13 +110,23 @@ class OpenItems:
             if now - item.since > _QUIET_S
         }
         if not (found or self._seen):
-            return
+            return []
         around = _Around(Threads(), _served(now))
         with self._lock:
             for key in [each for each in self._seen if each not in found]:
                 self._finish(key, self._seen.pop(key), now)
             for key, (source, item) in found.items():
                 self._observe(key, source, item, around, now)
+            return [
+                Still(
+                    key,
+                    f"{source.kind} {item.number} of {source.name}",
+                    now - self._seen[key].since,
+                    source.finished()[1],
+                )
+                for key, (source, item) in found.items()
+                if not self._seen[key].is_explained
+            ]
 
     def _observe(
         self, key: _Key, source: WorkSource, item: Open, around: _Around, now: float
@@ -121,7 +144,7 @@ class OpenItems:
         if seen is None:
             began = max(item.since, item.moved, now - 2 * _QUIET_S)
             slot = self._recorder.note(Kind.OPEN, name, item.number, 0.0, began)
-            seen = _Seen(progress, began, name, slot, began, now, usage)
+            seen = _Seen(progress, began, name, slot, began, now, usage, item.is_explained)
         elif seen.name != name:
             self._finish(key, seen, now)
             slot = self._recorder.note(Kind.OPEN, name, item.number, 0.0, now)
@@ -131,7 +154,8 @@ class OpenItems:
         if seen.key != progress or (is_idle and usage[1] > seen.usage[1]):
             seen = seen._replace(key=progress, since=now)
         since = max(seen.since, around.served_at(wait))
-        self._seen[key] = seen._replace(since=since, at=now, usage=usage)
+        is_explained = item.is_explained or (wait is not None and wait.is_explained)
+        self._seen[key] = seen._replace(since=since, at=now, usage=usage, is_explained=is_explained)
 
     def _finish(self, key: _Key, seen: _Seen, now: float) -> None:
         self._recorder.finish(seen.slot, now, Kind.OPEN, seen.name, key[1], seen.began)

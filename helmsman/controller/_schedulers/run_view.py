@@ -29,7 +29,7 @@ from helmsman.controller._node.control_socket import Query
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._node.run_registry import record_here
 from helmsman.controller._schedulers.backend import Run
-from helmsman.controller._schedulers.open_items import OpenItems
+from helmsman.controller._schedulers.open_items import OpenItems, Still
 from helmsman.controller._schedulers.roles import Role, RoleRegistry
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
@@ -99,9 +99,9 @@ class RunView(RunReporter):
     ) -> None:
         self._described[role] = describe, operated
 
-    def look(self) -> None:
+    def look(self) -> list[Still]:
         """Note and record the progress of episodes, sessions, tool calls and rewards."""
-        self._open_items.look()
+        return self._open_items.look()
 
     def answer(self, query: Query) -> Any:
         """Answer a query, from any thread except the background loop's.

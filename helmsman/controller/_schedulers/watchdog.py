@@ -1,4 +1,4 @@
-"""Watchdog: reports calls and phases of a run that take much longer than earlier ones."""
+"""Watchdog: reports calls, phases and open work that take much longer than earlier ones."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
 from helmsman.controller._diagnosis.evidence import seconds
 from helmsman.controller._diagnosis.texts import stacks_text, why_text
 from helmsman.controller._schedulers.backend import Run
+from helmsman.controller._schedulers.open_items import Still
 from helmsman.controller._schedulers.outside import complete
 from helmsman.controller._schedulers.roles import RoleRegistry
 from helmsman.controller._schedulers.run_view import RunView
@@ -41,7 +42,7 @@ class _Overdue(NamedTuple):
 
 
 class Watchdog:
-    """Looks at the open calls and phases of a run on a thread of its own."""
+    """Looks at the open calls, phases and items of a run on a thread of its own."""
 
     def __init__(self, run: Run, roles: RoleRegistry, view: RunView) -> None:
         self._run, self._roles, self._view = run, roles, view
@@ -55,11 +56,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_S):
+            still = list[Still]()
             try:
-                self._view.look()
+                still = self._view.look()
             except Exception:  # the watchdog must go on
                 log.exception("run %s: the look at its open work failed", self._run.id)
-            overdue = [each for each in self._overdue() if each.key not in self._reported]
+            overdue = [each for each in self._overdue(still) if each.key not in self._reported]
             if overdue and len(self._reported) < _MOST_REPORTS:
                 self._reported |= {each.key for each in overdue}
                 try:
@@ -67,7 +69,7 @@ class Watchdog:
                 except Exception:  # the watchdog must go on
                     log.exception("run %s: the report of a hang failed", self._run.id)
 
-    def _overdue(self) -> Iterator[_Overdue]:
+    def _overdue(self, still: list[Still]) -> Iterator[_Overdue]:
         now, activity, policy = time.monotonic(), self._run.activity, self._view.hang_policy
         found = list[tuple[_Overdue, float | None]]()
         for role in self._roles:
@@ -81,6 +83,8 @@ class Watchdog:
             text = f"phase {phase.kind} {phase.detail}".rstrip()
             if phase.median_s is not None:
                 found.append((_Overdue(key, text, None, phase.age_s), phase.median_s))
+        for item in still:
+            found.append((_Overdue(item.key, item.text, None, item.still_s), item.median_s))
         for each, median_s in found:
             if each.age_s > policy.limit_s(median_s):
                 yield each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import logging
@@ -9,12 +10,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helmsman import Job, LocalScheduler
+from helmsman import Job, LocalScheduler, WorkflowExecutor
 from helmsman.api.errors import CallTimeoutError
 from helmsman.api.run_state import HangPolicy
 
@@ -103,6 +105,30 @@ def test_watchdog_reports_once(
     (warning,) = [each for each in caplog.messages if "may hang" in each]
     assert "actor/0.wait on actor/0" in warning
     assert str(path) in (scheduler.log_dir / "driver.log").read_text()
+
+
+def test_watchdog_reports_a_hung_episode(scheduler: LocalScheduler) -> None:
+    reported: list[str] = []
+    arrived = threading.Event()
+
+    async def episode(item: int) -> int:
+        if item == 3:
+            await asyncio.Event().wait()
+        return item
+
+    def notify(text: str) -> None:
+        reported.append(text)
+        arrived.set()
+
+    scheduler.reporter.watch(HangPolicy(floor_s=FLOOR_S, notify=notify))
+    with WorkflowExecutor(episode) as executor, ThreadPoolExecutor() as pool:
+        batch = pool.submit(executor.rollout_batch, range(4))
+        assert arrived.wait(60)
+        executor.close()
+    assert batch.exception() is not None
+    (path,) = scheduler.log_dir.glob("hang-*.txt")
+    assert path.read_text().startswith("Overdue: episode 3 of episode (")
+    assert "awaits Event.wait at test_watchdog.py:" in reported[0]
 
 
 def test_watchdog_fails_overdue_call(scheduler: LocalScheduler, tmp_path: Path) -> None:
