@@ -264,7 +264,7 @@ def test_workers_import_no_engine_library(local: Scheduler, role: str) -> None:
         ({"HIP_VISIBLE_DEVICES": "4,5,6,7"}, [["4", "5"], ["6", "7"]]),
         (
             {"HIP_VISIBLE_DEVICES": "4,5,6,7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"},
-            [["0", "1"], ["2", "3"]],
+            [["4", "5"], ["6", "7"]],
         ),
         ({"ROCR_VISIBLE_DEVICES": "4,5,6,7"}, [["0", "1"], ["2", "3"]]),
     ],

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from helmsman.api.run_state import OpenItem, RunSnapshot, WaitSnapshot, WorkSnapshot
-from helmsman.controller._diagnosis.evidence import BUSY, Evidence, Finding, is_long, seconds, usual
+from helmsman.controller._diagnosis.evidence import (
+    BUSY,
+    FIRST_S,
+    Evidence,
+    Finding,
+    is_long,
+    seconds,
+    usual,
+)
 
-_FIRST_S = 15.0
-"""The first item of its kind is long without progress after this."""
 _AGENT_S = 30.0
 """The first session is long after this without a request, since agents work between requests."""
 _COMPUTING = 4.0
@@ -70,7 +76,7 @@ def hung_work(evidence: Evidence) -> Iterator[Finding]:
             *(workers, shown, item.still_s, is_awaited),
         )
     for source, wait in waits:
-        if wait.blocked_at and is_long(wait.age_s, wait.median_s, first_s=_FIRST_S):
+        if wait.blocked_at and is_long(wait.age_s, wait.median_s, first_s=FIRST_S):
             cause = f"{_held(source, wait)}: it {wait.blocked_at}."
             step = "The source of items and the batch policy must not block; prepare items earlier."
             yield Finding("event loop blocked", wait.call, cause, step, since_s=wait.age_s)
@@ -105,7 +111,7 @@ def _is_hung(source: WorkSnapshot, item: OpenItem, evidence: Evidence) -> bool:
     script, before = evidence.now.script, evidence.before.script
     if item.awaits_process and script is not None and before is not None:
         used_s = script.cpu_s - before.cpu_s
-    first_s = _AGENT_S if source.kind.endswith("session") else _FIRST_S
+    first_s = _AGENT_S if source.kind.endswith("session") else FIRST_S
     times = _COMPUTING if used_s > BUSY * max(evidence.apart_s, 0.01) else 1.0
     return is_long(item.still_s, source.median_s, factor=5.0 * times, first_s=first_s * times)
 

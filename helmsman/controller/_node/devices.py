@@ -10,8 +10,8 @@ from helmsman.api.errors import DeviceMismatchError
 from helmsman.api.platforms import EMPTY_MASKS, PLATFORMS
 
 _DEVICE_FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
-_FURTHER_MASKS = {"cuda": ("HIP_VISIBLE_DEVICES",)}
-"""Variables that mask the same ids as the kind's own, which is read first, as ROCm does."""
+_HIP_MASK = "HIP_VISIBLE_DEVICES"
+"""ROCm reads it instead of CUDA_VISIBLE_DEVICES unless it is empty; NVIDIA's driver ignores it."""
 
 
 def visibility(kind: str, granted: Sequence[str], raylet_mask: str | None = None) -> dict[str, str]:
@@ -97,12 +97,10 @@ def detect_devices(num_gpus: int | None, accelerator: str | None) -> DevicePool:
 
 
 def _found(kind: str) -> list[str]:
-    names = (PLATFORMS[kind].visibility_env_var, *_FURTHER_MASKS.get(kind, ()))
-    masks = [os.environ[name] for name in names if name in os.environ]
-    listed = split_mask(masks[0]) if masks else None
-    if listed is None:
-        return [str(index) for index in range(len(glob.glob(_DEVICE_FILES[kind])))]
-    return listed
+    files = glob.glob(_DEVICE_FILES[kind])
+    mask = os.environ.get(_HIP_MASK) if kind == "cuda" and not files else None
+    listed = split_mask(mask or os.environ.get(PLATFORMS[kind].visibility_env_var))
+    return [str(index) for index in range(len(files))] if listed is None else listed
 
 
 class DevicePool:

@@ -24,10 +24,9 @@ from helmsman.api.run_state import (
     WorkerSnapshot,
     WorkSnapshot,
 )
-from helmsman.controller._diagnosis.evidence import BUSY
 from helmsman.controller._diagnosis.stacks import at, wait_of
+from helmsman.rpc_server._host import progress
 from helmsman.rpc_server._host.awaiting import Threads, Waiting, waiting_of
-from helmsman.rpc_server._host.examination import thread_usage
 from helmsman.rpc_server._process.recorder import Kind, Recorder
 
 _QUIET_S = 3.0
@@ -57,8 +56,8 @@ class _Seen(NamedTuple):
     """Begin of the recorded wait."""
     at: float
     """Time of the observation."""
-    usage: tuple[float, int]
-    """CPU seconds of its thread, and number of waits."""
+    moved_bytes: int
+    """Bytes that its thread read and wrote, without connections."""
     is_explained: bool
     """Whether it waits for other items, or for generation requests."""
 
@@ -136,26 +135,28 @@ class OpenItems:
         if text not in self._texts and len(self._texts) >= _MOST_TEXTS:
             text = source.kind
         self._texts.add(text)
-        name, progress = self._recorder.name(text), (wait.key if wait else None, item.moved)
-        usage = 0.0, 0
-        if wait is not None and wait.thread is not None and not wait.sleeps:
-            usage = thread_usage(wait.thread.native_id)
+        name, state = self._recorder.name(text), (wait.key if wait else None, item.moved)
+        moved_bytes, quiet_s = 0, None
+        if wait is not None and wait.thread is not None:
+            thread = progress.of_thread(wait.thread.native_id or 0)
+            moved_bytes, quiet_s = thread.moved_bytes, thread.quiet_s
         seen = self._seen.get(key)
         if seen is None:
             began = max(item.since, item.moved, now - 2 * _QUIET_S)
             slot = self._recorder.note(Kind.OPEN, name, item.number, 0.0, began)
-            seen = _Seen(progress, began, name, slot, began, now, usage, item.is_explained)
+            seen = _Seen(state, began, name, slot, began, now, moved_bytes, item.is_explained)
         elif seen.name != name:
             self._finish(key, seen, now)
             slot = self._recorder.note(Kind.OPEN, name, item.number, 0.0, now)
             seen = seen._replace(name=name, slot=slot, began=now)
-        # A thread that waits again and again receives something, unless it computes meanwhile.
-        is_idle = usage[0] - seen.usage[0] < BUSY * (now - seen.at)
-        if seen.key != progress or (is_idle and usage[1] > seen.usage[1]):
-            seen = seen._replace(key=progress, since=now)
+        receives = quiet_s is not None and quiet_s < now - seen.at
+        if seen.key != state or moved_bytes > seen.moved_bytes or receives:
+            seen = seen._replace(key=state, since=now)
         since = max(seen.since, around.served_at(wait))
         is_explained = item.is_explained or (wait is not None and wait.is_explained)
-        self._seen[key] = seen._replace(since=since, at=now, usage=usage, is_explained=is_explained)
+        self._seen[key] = seen._replace(
+            since=since, at=now, moved_bytes=moved_bytes, is_explained=is_explained
+        )
 
     def _finish(self, key: _Key, seen: _Seen, now: float) -> None:
         self._recorder.finish(seen.slot, now, Kind.OPEN, seen.name, key[1], seen.began)
@@ -212,7 +213,7 @@ class OpenItems:
         since = max(begun, item.moved, around.served_at(wait))
         cpu_s, stack = None, wait.stack() if wait is not None and reports else None
         if wait is not None and wait.thread is not None:
-            cpu_s, _ = thread_usage(wait.thread.native_id)
+            cpu_s = progress.of_thread(wait.thread.native_id or 0).cpu_s
         doing, worker = _doing(item, wait, source=True), workers.get(item.worker_id)
         if worker is not None and worker.report is not None:
             cpu_s, stack = worker.report.cpu_s, _stack_in(worker.report, now - since)

@@ -55,12 +55,15 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
+        has_failed = False
         while not self._stopped.wait(_LOOK_S):
             still = list[Still]()
             try:
                 still = self._view.look()
             except Exception:  # the watchdog must go on
-                log.exception("run %s: the look at its open work failed", self._run.id)
+                if not has_failed:
+                    log.exception("run %s: a look at its open work failed", self._run.id)
+                has_failed = True
             overdue = [each for each in self._overdue(still) if each.key not in self._reported]
             if overdue and len(self._reported) < _MOST_REPORTS:
                 self._reported |= {each.key for each in overdue}

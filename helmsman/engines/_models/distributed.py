@@ -84,15 +84,20 @@ def _join(rendezvous_timeout_s: float, collective_timeout_s: float) -> dist.Proc
     rank, world_size = environment_int("RANK", 0), environment_int("WORLD_SIZE", 1)
     device_type, backend = current_platform.device_type, current_platform.communication_backend
     store = _meet(rank, world_size, rendezvous_timeout_s)
-    with closed_afterwards():
-        dist.init_process_group(
-            # The host backend serves small objects and optimizer scalars, which are on the host.
-            "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{backend}",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=collective_timeout_s),
-        )
+    try:
+        with closed_afterwards():
+            dist.init_process_group(
+                # The host backend serves small objects and optimizer scalars, which are on the
+                # host.
+                "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{backend}",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=collective_timeout_s),
+            )
+    except BaseException:
+        _close_store()  # or the next attempt would meet its keys
+        raise
     _group, _num_users = dist.group.WORLD, 1
     return _group
 

@@ -18,6 +18,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from helmsman._base.descriptors import socket_at
+from helmsman.api.platforms import current_platform
+
 _LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 """torch's variable: when it is set, ranks connect at their first collective."""
 _MIN_BACKLOG = 2048
@@ -59,15 +62,19 @@ def closed_afterwards() -> Iterator[None]:
 
 
 def close_listeners() -> None:
-    """Close all listeners of gloo in this process, in which no group is being made."""
-    for descriptor in _gloo_listeners().values():
-        _drop_packets(descriptor)
+    """Close all listeners of gloo in this process, in which no group is being made.
+
+    Those of a process that uses NCCL stay open: they cannot be told apart, and NCCL connects later.
+    """
+    if current_platform.communication_backend == "gloo":
+        for descriptor in _gloo_listeners().values():
+            _drop_packets(descriptor)
 
 
 def _drop_packets(descriptor: int) -> None:
     program = ctypes.create_string_buffer(_DROP_ALL)
     option = struct.pack("HP", 1, ctypes.addressof(program))
-    with socket.socket(fileno=os.dup(descriptor)) as listener:
+    with socket_at(descriptor) as listener:
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
 
 
@@ -87,7 +94,7 @@ def _gloo_listeners() -> dict[str, int]:
 
 def _backlog(descriptor: int) -> int:
     """Return the length of the queue of a listening TCP socket; 0 for others."""
-    with socket.socket(fileno=os.dup(descriptor)) as each:
+    with socket_at(descriptor) as each:
         if each.type != socket.SOCK_STREAM or each.family not in (socket.AF_INET, socket.AF_INET6):
             return 0
         info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)

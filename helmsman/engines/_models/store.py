@@ -22,6 +22,7 @@ import msgspec
 import torch.distributed as dist
 
 from helmsman._base.auth import connect
+from helmsman._base.descriptors import mark_background
 from helmsman._base.door import BACKLOG, Door
 from helmsman._base.group_keys import needs_tls
 from helmsman._base.stream import WOULD_BLOCK, Stream
@@ -131,8 +132,14 @@ class StoreServer:
             end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
             if len(data) < end:
                 return
-            self._answer(stream, _decode_request(data[_LENGTH.size : end]))
+            request = _decode_request(data[_LENGTH.size : end])
             del data[:end]
+            try:
+                self._answer(stream, request)
+            except (LookupError, ValueError) as error:  # such as "add" to a text
+                log.warning("a request to the store of a group failed: %r", error)
+                self._leave(stream)
+                return
 
     def _answer(self, stream: Stream, request: _Request) -> None:
         if request.verb == "wait" and not all(key in self._values for key in request.keys):
@@ -146,7 +153,7 @@ class StoreServer:
                 for key in request.keys:
                     while key not in self._values:
                         await self._arrivals[key].wait()
-            answer = self._result(request)
+            answer = _Answer(self._values.get(request.keys[-1], b""))
         except TimeoutError:
             answer = _Answer(is_late=True)
         stream.write(_framed(answer))
@@ -243,7 +250,7 @@ class GroupStore(dist.Store):
         return bool(self._ask(_Request("check", keys)).value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._wait(keys, timeout or self.timeout)
+        self._wait(keys, self.timeout if timeout is None else timeout)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         request = _Request("compare_set", [key], [_bytes(expected), _bytes(desired)])
@@ -304,7 +311,9 @@ class GroupStore(dist.Store):
             limit_s = max(_GRACE_S, deadline - time.monotonic())
             try:
                 address = _resolved(self._address, self._port)[1]
-                return await connect(address, self._key.encode(), limit_s, tls=needs_tls(self._key))
+                link = await connect(address, self._key.encode(), limit_s, tls=needs_tls(self._key))
+                mark_background(link)  # a monitor of NCCL asks the store every second
+                return link
             except (OSError, ProtocolError) as error:
                 if time.monotonic() + pause_s > deadline:
                     raise dist.DistNetworkError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import gc
 import linecache
 import re
 import sys
@@ -21,13 +20,15 @@ from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from helmsman.api.run_state import Frame, StackTrace
-from helmsman.rpc_server._host.threads import frames_of
+from helmsman.rpc_server._host.threads import coroutine_frames, frames_of
 
 _OWN = f"{Path(__file__).parents[2]}/"
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _LIBRARY = re.compile(r"/(?:site-packages|dist-packages)/|^<")
 _MODEL = re.compile(r"/controller/_(?:generation|rollout)/")
 _PROCESS = re.compile(r"/(?:asyncio/(?:base_)?subprocess|subprocess)\.py$")
+_POOL = re.compile(r"/concurrent/futures/thread\.py$|/anyio/_backends/")
+"""Files whose functions ``run`` compute the result of a future."""
 _PRIVATE = re.compile(r"(?:^|\.)_")
 _MOST_FRAMES, _MOST_STEPS = 60, 32
 _Future = asyncio.Future, concurrent.futures.Future
@@ -140,7 +141,7 @@ def waiting_of(task: asyncio.Task[Any], threads: Threads) -> Waiting:
         seen.add(id(step))
         if isinstance(step, asyncio.Task):
             tasks.add(step)
-            own = list(_coroutine_frames(step))
+            own = list(coroutine_frames(step))
             frames += own
             leaf = step = getattr(step, "_fut_waiter", None)
             if step is None:
@@ -160,34 +161,6 @@ def waiting_of(task: asyncio.Task[Any], threads: Threads) -> Waiting:
             return Waiting(frames + inside, leaf, thread, frozenset(tasks))
         leaf = step = following
     return Waiting(frames, leaf, None, frozenset(tasks))
-
-
-def _coroutine_frames(task: asyncio.Task[Any]) -> Iterator[FrameType]:
-    awaited: Any = task.get_coro()
-    for _ in range(_MOST_FRAMES):
-        frame = next(
-            (f for name in _FRAMES if (f := getattr(awaited, name, None)) is not None), None
-        )
-        if frame is None:
-            # Such as the object that __anext__ of an async generator returns.
-            awaited = next((e for e in gc.get_referents(awaited) if _has_frame(e)), None)
-            if awaited is None:
-                return
-            continue
-        yield frame
-        awaited = next(
-            (e for name in _AWAITS if (e := getattr(awaited, name, None)) is not None), None
-        )
-        if awaited is None:
-            return
-
-
-_FRAMES = "cr_frame", "ag_frame", "gi_frame"
-_AWAITS = "cr_await", "ag_await", "gi_yieldfrom"
-
-
-def _has_frame(found: object) -> bool:
-    return any(getattr(found, name, None) is not None for name in _FRAMES)
 
 
 def _continuations(future: Any) -> Iterator[Any]:
@@ -227,7 +200,7 @@ class Threads:
             for index, each in enumerate(frames) if ident in threads else ():
                 found = threads[ident], frames[index + 1 :]
                 self._by_frame[each] = found
-                if each.f_code.co_name == "run":  # of a pool of concurrent.futures, or of anyio
+                if each.f_code.co_name == "run" and _POOL.search(_file(each)):
                     for value in list(each.f_locals.values()):
                         future = getattr(value, "future", value)
                         if isinstance(future, _Future):

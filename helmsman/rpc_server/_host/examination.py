@@ -38,7 +38,6 @@ from helmsman.rpc_server._process.pulse import recent_pauses_s
 _MOST_FRAMES = 60
 _MOST_TASKS = 50
 _TICKS = os.sysconf("SC_CLK_TCK")
-_WAITS = re.compile(r"^voluntary_ctxt_switches:\s+(\d+)", re.MULTILINE)
 _OF_RUN = re.compile(r"^(helmsman|ray):|helmsman\.rpc_server|/ray/")
 """Pattern of the commands of processes that Helmsman and Ray start."""
 _FORKSERVER = re.compile(r"^helmsman: forkserver|helmsman\.rpc_server\._server\.forkserver")
@@ -202,14 +201,6 @@ def _descendants(pid: int, *, of_run: bool = False) -> Iterator[int]:
         if of_run or not _OF_RUN.search(proc_text(f"/proc/{child}/cmdline")):
             yield child
             yield from _descendants(child, of_run=of_run)
-
-
-def thread_usage(native_id: int | None) -> tuple[float, int]:
-    """Return the seconds in which a thread of this process ran or was runnable, and its waits."""
-    folder = f"/proc/self/task/{native_id}"
-    times = proc_text(f"{folder}/schedstat").split()[:2]
-    waits = _WAITS.search(proc_text(f"{folder}/status"))
-    return sum(map(int, times)) / 1e9, int(waits[1]) if waits else 0
 
 
 def _children_of(pid: int) -> list[int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from helmsman._base.descriptors import background_descriptors, socket_at
 from helmsman.api.run_state import Progress
 
 _THREADS, _DESCRIPTORS = "/proc/self/task", "/proc/self/fd"
@@ -60,6 +61,7 @@ _WITHOUT_FILE = (
     *("futex", "nanosleep", "clock_nanosleep", "wait4", "waitid", "openat", "pause"),
     *("rt_sigtimedwait", "semtimedop", "select", "pselect6"),
 )
+_LIBRARY = re.compile(r"/asyncio/|/(?:site|dist)-packages/")
 _POLLED = struct.Struct("=ihh")
 _MOST_POLLED, _MOST_CONNECTIONS = 64, 512
 _TCP = struct.Struct("=B43xIIII")
@@ -106,6 +108,8 @@ def of_task(task: asyncio.Task[Any], frames: Iterable[FrameType]) -> Progress:
     seen, num_wakes = _waiters.get(task, (waiter, 0))
     num_wakes += waiter is not seen
     _waiters[task] = waiter, num_wakes
+    # Objects of the user may run code of theirs, and f_locals of a frame keeps them alive.
+    frames = [each for each in frames if _LIBRARY.search(each.f_code.co_filename)]
     owners = [frame.f_locals.get("self") for frame in frames]
     transports = [getattr(e, name, None) for e in owners for name in ("transport", "_transport")]
     # Those of uvloop are no subclass of asyncio's.
@@ -183,11 +187,11 @@ class Connections:
 
     @staticmethod
     def _sockets() -> list[tuple[int, str]]:
-        found = []
+        found, background = [], background_descriptors()
         for each in _names(_DESCRIPTORS)[:_MOST_CONNECTIONS]:
             with contextlib.suppress(OSError):  # closed meanwhile
                 link = os.readlink(f"{_DESCRIPTORS}/{each}")
-                if link.startswith("socket:"):
+                if link.startswith("socket:") and int(each) not in background:
                     found.append((int(each), link))
         return found
 
@@ -229,7 +233,7 @@ def _describe(descriptor: int) -> str:
         path = os.readlink(f"{_DESCRIPTORS}/{descriptor}")
         if not path.startswith("socket:"):
             return f"on {path}"
-        with socket.socket(fileno=os.dup(descriptor)) as opened:
+        with socket_at(descriptor) as opened:
             if opened.family in _INTERNET:
                 host, port = opened.getpeername()[:2]
                 return f"with {host}:{port}"
@@ -243,10 +247,7 @@ def _quiet_s(descriptors: Iterable[int]) -> float | None:
 
 def _tcp_info(descriptor: int) -> tuple[int, int, float] | None:
     """Return the state of a TCP socket, its port, and the seconds since data moved."""
-    with (
-        contextlib.suppress(OSError, struct.error),
-        socket.socket(fileno=os.dup(descriptor)) as opened,
-    ):
+    with contextlib.suppress(OSError, struct.error), socket_at(descriptor) as opened:
         if opened.family in _INTERNET and opened.type == socket.SOCK_STREAM:
             info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP.size)
             state, sent_ms, _, received_ms, _ = _TCP.unpack(info)

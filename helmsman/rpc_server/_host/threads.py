@@ -6,13 +6,14 @@ Synchronous methods run on one thread, async methods on one event loop.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any
 
@@ -321,24 +322,38 @@ def thread_stack(thread: threading.Thread | None) -> str:
 
 
 def awaited_frames(task: asyncio.Task[Any]) -> list[FrameType]:
-    """Return the frames of a suspended or running task, through the coroutines that it awaits.
+    """Return the frames of a task without Helmsman's own; see ``coroutine_frames``."""
+    return [each for each in coroutine_frames(task) if not _is_own(each)]
 
-    Helmsman's own frames are omitted.
-    """
-    frames: list[FrameType] = []
+
+def coroutine_frames(task: asyncio.Task[Any]) -> Iterator[FrameType]:
+    """Yield the frames of a suspended or running task, through the coroutines that it awaits."""
     awaited: Any = task.get_coro()
-    while awaited is not None:
-        frame = (
-            getattr(awaited, "cr_frame", None)
-            or getattr(awaited, "gi_frame", None)
-            or getattr(awaited, "ag_frame", None)
+    for _ in range(_MOST_AWAITED):
+        frame = next(
+            (f for name in _FRAMES if (f := getattr(awaited, name, None)) is not None), None
         )
         if frame is None:
-            break
-        if not _is_own(frame):
-            frames.append(frame)
-        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
-    return frames
+            # Such as the object that __anext__ of an async generator returns.
+            awaited = next((e for e in gc.get_referents(awaited) if _has_frame(e)), None)
+            if awaited is None:
+                return
+            continue
+        yield frame
+        awaited = next(
+            (e for name in _AWAITS if (e := getattr(awaited, name, None)) is not None), None
+        )
+        if awaited is None:
+            return
+
+
+_MOST_AWAITED = 60
+_FRAMES = "cr_frame", "ag_frame", "gi_frame"
+_AWAITS = "cr_await", "ag_await", "gi_yieldfrom"
+
+
+def _has_frame(found: object) -> bool:
+    return any(getattr(found, name, None) is not None for name in _FRAMES)
 
 
 def task_stack(task: asyncio.Task[Any]) -> str:

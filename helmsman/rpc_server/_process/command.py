@@ -93,8 +93,8 @@ class CommandEngine:
             start_new_session=True,
         )
         self._watcher = threading.Thread(target=self._watch, name="helmsman-command", daemon=True)
-        self._watcher.start()
         try:
+            self._watcher.start()
             is_late = False
             while (problem := self.failure()) is None and not has_started() and not is_late:
                 time.sleep(_POLL_S)
@@ -139,7 +139,8 @@ class CommandEngine:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._watcher.join()
+        if self._watcher.is_alive():
+            self._watcher.join()
 
     def _watch(self) -> None:
         """Wait for the child to end, then end the processes that it started."""

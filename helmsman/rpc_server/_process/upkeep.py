@@ -8,6 +8,7 @@ below it, on which a process holds a BSD lock (tmpfiles.d(5), "Age").
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -92,8 +93,13 @@ class Folder:
         with contextlib.suppress(OSError):  # it is missing, or its file system has no locks
             if self._fd < 0 or not is_file_at(self._path, os.fstat(self._fd)):
                 self.close()
-                self._fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:  # a cleaner is at work here; the next look tries again
+                    os.close(fd)
+                    raise
+                self._fd = fd
             touch(self._path)
             if self._with_files and time.monotonic() - self._touched > _TOUCH_S:
                 self._touched = time.monotonic()
@@ -138,7 +144,10 @@ class LogFile(io.FileIO):
                 super().write(gap.encode())
                 self._num_lost = 0
             while left:
-                left = left[super().write(left) or 0 :]
+                written = super().write(left)
+                if written is None:
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+                left = left[written:]
         except OSError as error:
             report, self._report = self._report, None
             self._num_lost += len(left)

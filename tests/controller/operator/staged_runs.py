@@ -193,15 +193,6 @@ HEALTHY_CALLS = (
     "sleeps_as_usual",
     "quick",
 )
-DAY_HEALTHY_CALLS = (
-    "slow_download",
-    "bursts",
-    "download_in_pool",
-    "downloads_together",
-    "download_in_child",
-    "writes_checkpoint",
-    "sleeps_as_usual",
-)
 
 
 def assert_causes_found(faults: Sequence[str]) -> None:

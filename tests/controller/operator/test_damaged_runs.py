@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from tests.controller.operator.damaged_runs import ARGUMENTS, check_command
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(**ARGUMENTS)
 def test_commands_never_crash_on_data(recorded: Path, places: Path, **arguments: Any) -> None:
     check_command(recorded, places, **arguments)

@@ -7,9 +7,7 @@ import pytest
 from tests.controller.operator.staged_runs import (
     DAY_CALLS,
     DAY_FAULTS,
-    DAY_HEALTHY_CALLS,
     assert_calls_named,
-    assert_calls_raise_nothing,
     assert_causes_found,
     assert_no_alarm,
 )
@@ -27,7 +25,3 @@ def test_why_raises_no_alarm() -> None:
 
 def test_why_names_calls_without_progress() -> None:
     assert_calls_named(DAY_CALLS)
-
-
-def test_why_raises_no_alarm_for_calls_with_progress() -> None:
-    assert_calls_raise_nothing(DAY_HEALTHY_CALLS, watched_s=22.0)

@@ -199,3 +199,16 @@ def test_failed_task_is_named() -> None:
     text = asyncio.run(main())
     assert "(await asyncio.Event().wait()), and its task " in text
     assert text.endswith("finish has raised RuntimeError('no event')")
+
+
+def test_threads_touch_no_objects_of_the_user() -> None:
+    """A configuration whose attributes are its keys raises KeyError for others."""
+
+    class Box(dict[str, int]):
+        __getattr__ = dict.__getitem__
+
+    def run(config: Box) -> Threads:
+        assert config.lr == 1
+        return Threads()
+
+    assert run(Box(lr=1)) is not None

@@ -175,3 +175,17 @@ def test_run_queue_of_ended_process() -> None:
     queue = progress.RunQueue()
     assert queue.waited_s(["/proc/self"]) == 0.0
     assert queue.waited_s(["/proc/0"]) == 0.0
+
+
+def test_look_at_a_pipe_keeps_no_descriptor() -> None:
+    reading, writing = os.pipe()
+    thread = threading.Thread(target=os.read, args=(reading, 1))
+    thread.start()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        progress.of_thread(thread.native_id or 0)
+    os.write(writing, b"x")
+    thread.join()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(reading)
+    os.close(writing)
