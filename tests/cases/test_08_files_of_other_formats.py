@@ -28,13 +28,13 @@ HAS_DATASETS = importlib.util.find_spec("datasets") is not None
         ("rows.jsonl", f"\n\r\n{LINE}\r\n".encode("utf-8-sig")),
         ("rows.jsonl", LINE.encode("utf-16")),
         ("rows.jsonl", LINE.replace("}", ', "score": NaN}').encode()),
-        ("rows.jsonl.gz", gzip.compress(LINE.encode())),
+        ("rows.jsonl.gz", gzip.compress(LINE.encode(), mtime=0)),
         ("rows.JSONL", LINE.encode()),
         ("rows", LINE.encode()),
         ("rows.v1.ndjson", LINE.encode()),
         ("rows.csv", b"prompt,answer\n1+1=,2\n"),
         ("rows.tsv", b"prompt\tanswer\n1+1=\t2\n"),
-        ("rows.csv.gz", gzip.compress(b'prompt,answer\n"1+1=","2"\n')),
+        ("rows.csv.gz", gzip.compress(b'prompt,answer\n"1+1=","2"\n', mtime=0)),
     ],
 )
 def test_read(name: str, content: bytes, folder: Path, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def zipped(path: Path) -> None:
         ("rows.arrow", b"no arrow", "expected the format .arrow"),
         (
             "rows.jsonl",
-            gzip.compress(LINE.encode()),
+            gzip.compress(LINE.encode(), mtime=0),
             "codec can't decode.*expected the format .jsonl",
         ),
         ("rows.jsonl", LINE.replace("1", "é").encode("latin-1"), "codec can't decode"),
