@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -152,8 +153,8 @@ async def test_peers_wait_for_the_time_of_others() -> None:
 def few_files() -> Iterator[None]:
     """Leave this process some descriptors beyond those that it has."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as probe:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * probe.fileno() + 64, before[1]))
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * highest + 64, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
