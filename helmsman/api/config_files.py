@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
@@ -57,30 +56,26 @@ def read_config(path: Path) -> Any:
 
 def _read_bytes(path: Path) -> bytes:
     # A FIFO without a writer would block a plain open.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError(
                 "it is a pipe or a device, expected a regular file. Write the content to a file"
             )
-        with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(_MAX_BYTES + 1)
-    finally:
-        os.close(descriptor)
+        data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MiB, the limit. Shorten it")
+        raise ValueError(f"it is too large, expected at most {_MAX_BYTES >> 20} MiB. Shorten it")
     return data
 
 
 def _too_deep() -> str:
-    return f"values are nested in more than {_MAX_DEPTH} levels, the limit. Flatten them"
+    return f"values are nested too deeply, expected at most {_MAX_DEPTH} levels. Flatten them"
 
 
 def _too_many() -> str:
-    return f"more than {_MAX_VALUES:,} keys and values, the limit. Shorten it, or use fewer aliases"
+    return (
+        f"there are too many keys and values, expected at most {_MAX_VALUES:,}. Shorten it, or use "
+        "fewer aliases"
+    )
 
 
 def _require_small(found: Any) -> None:
@@ -106,7 +101,7 @@ def _require_small(found: Any) -> None:
 
 
 def _too_long(number: str) -> str:
-    return f"{number} has more than {_MAX_DIGITS} digits, the limit. Shorten it"
+    return f"{number} is too long, expected at most {_MAX_DIGITS} digits. Shorten it"
 
 
 def _read_yaml(text: str) -> Any:

@@ -6,32 +6,20 @@ import json
 import os
 import statistics
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helmsman.recipes import DPO, GRPO, SFT, make_model
+from helmsman.recipes import DPO, GRPO, SFT
+from tests.cases.conftest import model
+from tests.cases.conftest import one_thread as one_torch_thread
+
+__all__ = ["model", "one_torch_thread"]
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 ROWS = [{"prompt": f"{number}=", "number": number} for number in range(10)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """Let torch use one thread, as small models need."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a small model."""
-    return str(make_model(tmp_path_factory.mktemp("given") / "model", num_layers=1, width=32))
 
 
 # --- NeMo-RL #3589 --------------------------------------------------------------------------------

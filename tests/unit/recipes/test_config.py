@@ -357,5 +357,5 @@ def test_settings_documented() -> None:
 def test_config_beyond_limits(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("a: " + "[" * 100_000)
-    with pytest.raises(ValueError, match=r"run\.yaml: values are nested in more than 64 levels"):
+    with pytest.raises(ValueError, match=r"run\.yaml: values are nested too deeply"):
         config.load(GRPOSettings, path)
