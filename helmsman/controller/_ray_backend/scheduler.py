@@ -213,13 +213,13 @@ class RayBackend(Backend):
             time.sleep(min(_NODES_POLL_S, max(deadline.remaining_s, 0.0)))
 
     async def launch(self, start: Launch) -> list[WorkerClient]:
-        job, places, deadline, resources = start
+        job, places, deadline, undo = start
         self.allocator.require_ray()
         if self._ray is not None and (reason := self._ray.removal):
             rank, place = next(iter(places.items()))
             raise start_error(f"{job.role}/{rank}", place.node, reason)
         workers: list[RayWorker] = []
-        resources.push_async_callback(_kill_all, workers)
+        undo.push_async_callback(_kill_all, workers)
         for place in places.values():
             # in a thread with a limit: creating an actor calls the head, which may have stopped
             actor = await bounded(self._actor, job, place)

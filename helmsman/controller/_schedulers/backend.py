@@ -84,7 +84,8 @@ class Launch(NamedTuple):
     places: Mapping[int, Placement]
     """By rank. A sibling's place (``Placement.shared``) has devices that its target holds."""
     deadline: Deadline
-    resources: contextlib.AsyncExitStack
+    undo: contextlib.AsyncExitStack
+    """Unwound if the start fails."""
 
 
 def start_error(
@@ -131,8 +132,8 @@ class Backend(abc.ABC):
     async def launch(self, start: Launch) -> list[WorkerClient]:
         """Start a worker for each rank at its place; return connected clients in rank order.
 
-        Push every acquired resource on ``start.resources`` at once, so that unwinding it ends the
-        processes and frees their resources.
+        Push the end of each process on ``start.undo`` at once, so that a start that fails leaves
+        none. Afterwards ``Transport.kill`` ends a process with all that belongs to it.
 
         Raises:
             StartError: A worker did not start.

@@ -48,11 +48,23 @@ class ForkServerGoneError(Exception):
     """The forkserver has died, and its workers with it."""
 
 
-class _Worker(NamedTuple):
+class ForkedWorker(NamedTuple):
+    """A worker that a forkserver has forked."""
+
+    pid: int
     tag: str
     status: asyncio.Future[int]
+    """Wait status, once it has ended."""
     survivors: asyncio.Future[list[int]]
-    """Pids of its descendants that could not be ended."""
+    """Pids of the worker and its descendants that could not be ended, once it has ended."""
+
+    async def wait_exit(self) -> int:
+        """Wait until the worker has ended; returns its wait status."""
+        return await asyncio.shield(self.status)
+
+    async def wait_family(self) -> list[int]:
+        """Wait until the worker and its descendants have ended; returns its ``survivors``."""
+        return await asyncio.shield(self.survivors)
 
 
 class ForkServer(asyncio.Protocol):
@@ -63,9 +75,10 @@ class ForkServer(asyncio.Protocol):
         self._log_path = log_path
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
-        self._spawned: dict[str, tuple[asyncio.Future[int], str]] = {}
-        """Pending spawn requests: address -> (future of the pid, tag)."""
-        self._workers: dict[int, _Worker] = {}
+        self._spawned: dict[str, tuple[asyncio.Future[ForkedWorker], str]] = {}
+        """Pending spawn requests: address -> (future of the worker, tag)."""
+        self._workers: dict[int, ForkedWorker] = {}
+        """By pid, until a worker and its descendants have ended."""
         self.has_ended = False
         """Whether the forkserver has exited, and its workers with it."""
         self._ending: asyncio.Task[None] | None = None
@@ -125,16 +138,17 @@ class ForkServer(asyncio.Protocol):
             elif isinstance(event, Exited):
                 self._workers[event.pid].status.set_result(event.status)
             else:
-                self._workers[event.pid].survivors.set_result(event.survivors)
+                self._workers.pop(event.pid).survivors.set_result(event.survivors)
 
     def _begun(self, event: Spawned) -> None:
         waiting, tag = self._spawned.pop(event.address)
         loop = asyncio.get_running_loop()
-        self._workers[event.pid] = _Worker(tag, loop.create_future(), loop.create_future())
+        worker = ForkedWorker(event.pid, tag, loop.create_future(), loop.create_future())
+        self._workers[event.pid] = worker
         if waiting.cancelled():
-            self.kill(event.pid)  # its caller was cancelled
+            self.kill(worker)  # its caller was cancelled
         else:
-            waiting.set_result(event.pid)
+            waiting.set_result(worker)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.has_ended = True
@@ -148,12 +162,10 @@ class ForkServer(asyncio.Protocol):
 
     async def _end_families(self) -> None:
         """End the descendants of its workers; only this process still has their tags."""
-        left = {
-            pid: worker.tag for pid, worker in self._workers.items() if not worker.survivors.done()
-        }
+        left = {pid: worker.tag for pid, worker in self._workers.items()}
         if left:
             for pid, survivors in (await run_in_executor(_end_families, left)).items():
-                self._workers[pid].survivors.set_result(survivors)
+                self._workers.pop(pid).survivors.set_result(survivors)
 
     def _error(self) -> ForkServerGoneError:
         return ForkServerGoneError(
@@ -161,8 +173,8 @@ class ForkServer(asyncio.Protocol):
             f"{self._log_path}\n{tail_of(self._log_path)}"
         )
 
-    async def spawn(self, order: Spawn) -> int:
-        """Fork a worker and return its pid.
+    async def spawn(self, order: Spawn) -> ForkedWorker:
+        """Fork a worker.
 
         Raises:
             ForkServerGoneError: The forkserver has died.
@@ -170,7 +182,7 @@ class ForkServer(asyncio.Protocol):
         """
         if self.has_ended:
             raise self._error()
-        waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[ForkedWorker] = asyncio.get_running_loop().create_future()
         self._spawned[order.address] = waiting, worker_tag(order.identity)
         self._send(order)
         try:
@@ -180,17 +192,9 @@ class ForkServer(asyncio.Protocol):
                 self.kill(waiting.result())  # it was spawned just before the cancellation
             raise
 
-    async def wait_exit(self, pid: int) -> int:
-        """Wait until a worker has ended; returns its wait status."""
-        return await asyncio.shield(self._workers[pid].status)
-
-    async def wait_family(self, pid: int) -> list[int]:
-        """Wait until a worker and its descendants have ended; returns pids that could not be."""
-        return await asyncio.shield(self._workers[pid].survivors)
-
-    def kill(self, pid: int) -> None:
-        if not self._workers[pid].status.done():
-            self._send(Kill(pid))
+    def kill(self, worker: ForkedWorker) -> None:
+        if not worker.status.done():
+            self._send(Kill(worker.pid))
 
     def _send(self, order: Spawn | Kill) -> None:
         assert self._transport is not None

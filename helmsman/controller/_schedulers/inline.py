@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -93,9 +94,10 @@ class InlineBackend(Backend):
                     for item in start.job.spec(rank).env_vars.items()
                 ]
             )
-            start.resources.callback(host.close)
-            start.resources.callback(self._set_by.pop, identity.worker_id, None)
-            transport = InlineTransport(host)
+            transport = InlineTransport(
+                host, functools.partial(self._set_by.pop, identity.worker_id, None)
+            )
+            start.undo.push_async_callback(transport.kill)
             clients.append(
                 WorkerClient(
                     identity.worker_id, place, os.getpid(), "", transport, self.run.timeouts
@@ -129,10 +131,11 @@ class InlineBackend(Backend):
 
 
 class InlineTransport(Transport):
-    """Passes requests to an EngineHost in this process."""
+    """Passes requests to an EngineHost in this process; ``on_end`` is called when it ends."""
 
-    def __init__(self, host: EngineHost) -> None:
+    def __init__(self, host: EngineHost, on_end: Callable[[], object]) -> None:
         self._host = host
+        self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Awaited, None] = {}
         self._has_ended = False
@@ -158,6 +161,7 @@ class InlineTransport(Transport):
 
     async def kill(self) -> None:
         self._host.close()
+        self._on_end()
         self._has_ended = True
         while self._waiting:
             self._waiting.popitem()[0].failed(TransportLostError("the inline worker has ended"))

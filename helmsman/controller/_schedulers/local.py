@@ -22,7 +22,11 @@ from helmsman.controller._placement.allocator import ADDRESS, OneMachine
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._schedulers.backend import Backend, Launch, start_error
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
-from helmsman.controller._schedulers.forkserver_client import ForkServer, ForkServerGoneError
+from helmsman.controller._schedulers.forkserver_client import (
+    ForkedWorker,
+    ForkServer,
+    ForkServerGoneError,
+)
 from helmsman.controller._transport.base import Ending, describe_exit, log_size, tail_of
 from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
@@ -37,7 +41,7 @@ from helmsman.rpc_server._process.guardian import (
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._server.channel import abstract_address
-from helmsman.rpc_server._server.forkserver import Spawn, worker_tag
+from helmsman.rpc_server._server.forkserver import Spawn
 
 _CONNECT_S = 30.0
 _END_S = 6.0
@@ -131,12 +135,10 @@ class LocalBackend(Backend):
         order = Spawn(identity, path, self._key, as_mapping(environment), absolute_search_path())
         try:
             async with asyncio.timeout(start.deadline.remaining_s):
-                pid = await server.spawn(order)
-                ended = LocalProcess(
-                    server, pid, worker_tag(identity), identity.log_path, log_start
-                )
-                start.resources.push_async_callback(ended.kill)
-                channel = await open_channel(identity.worker_id, path, self._key, ended)
+                worker = await server.spawn(order)
+                process = LocalProcess(server, worker, identity.log_path, log_start)
+                start.undo.push_async_callback(process.kill)
+                channel = await open_channel(identity.worker_id, path, self._key, process)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
             reason = (
                 str(error)
@@ -146,7 +148,7 @@ class LocalBackend(Backend):
                 identity.worker_id, ADDRESS, reason, identity.log_path, log_start
             ) from error
         client = WorkerClient(
-            identity.worker_id, place, pid, identity.log_path, channel, self.run.timeouts
+            identity.worker_id, place, worker.pid, identity.log_path, channel, self.run.timeouts
         )
         client.environment = devices
         return client
@@ -160,15 +162,13 @@ class LocalProcess:
     """A worker's process and its end; its log begins at byte ``log_start`` of the file."""
 
     def __init__(
-        self, server: ForkServer, pid: int, tag: str, log_path: str, log_start: int
+        self, server: ForkServer, worker: ForkedWorker, log_path: str, log_start: int
     ) -> None:
-        self.pid = pid
-        self.tag = tag
         self._server = server
-        self._worker_id = tag.partition("/")[2]
+        self._worker = worker
         self._log_path = log_path
         self._log_start = log_start
-        self._oom = oom_count(pid)
+        self._oom = oom_count(worker.pid)
         self._page: mmap.mmap | None = None
         self._watch: asyncio.Future[None] | None = None
 
@@ -176,12 +176,11 @@ class LocalProcess:
         """Call ``react`` when the process has ended; requires that it already serves."""
 
         async def watch() -> None:
-            await self._server.wait_family(self.pid)
-            # The role keeps this object until its own end, and a page has a descriptor.
-            self._page = None
+            await self._worker.wait_family()
+            self._page = None  # it has a descriptor
             react()
 
-        self._page = find_page(self.pid, self.tag)
+        self._page = find_page(self._worker.pid, self._worker.tag)
         self._watch = asyncio.ensure_future(watch())
 
     async def kill(self) -> None:
@@ -191,21 +190,23 @@ class LocalProcess:
             ShutdownIncompleteError: Some of them are still running; it lists them.
         """
         deadline = Deadline(_END_S)
-        self._server.kill(self.pid)
+        pid, tag = self._worker.pid, self._worker.tag
+        self._server.kill(self._worker)
         try:
             survivors = set(
-                await asyncio.wait_for(self._server.wait_family(self.pid), deadline.remaining_s)
+                await asyncio.wait_for(self._worker.wait_family(), deadline.remaining_s)
             )
         except TimeoutError:
-            survivors = {self.pid}
+            survivors = {pid}
         else:
             # The forkserver has checked once; a process that frees much memory takes longer.
             if survivors:
-                survivors = await run_in_executor(end_members, survivors, self.pid, self.tag)
+                survivors = await run_in_executor(end_members, survivors, pid, tag)
         if survivors:
+            worker_id = tag.partition("/")[2]
             raise errors.ShutdownIncompleteError(
-                operation=f"ending {self._worker_id}",
-                remaining=[f"pid {pid} of {self._worker_id}" for pid in sorted(survivors)],
+                operation=f"ending {worker_id}",
+                remaining=[f"pid {each} of {worker_id}" for each in sorted(survivors)],
                 elapsed_s=deadline.elapsed_s,
                 command="kill -9 " + " ".join(map(str, sorted(survivors))),
             )
@@ -213,7 +214,7 @@ class LocalProcess:
     async def wait_ended(self, limit_s: float) -> None:
         """Wait at most ``limit_s`` seconds for the process to end by itself."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._server.wait_family(self.pid), limit_s)
+            await asyncio.wait_for(self._worker.wait_family(), limit_s)
 
     async def ending(self, lost_because: str) -> Ending:
         """Return how the process ended.
@@ -222,11 +223,11 @@ class LocalProcess:
         killed.
         """
         try:
-            status: int | None = await asyncio.wait_for(self._server.wait_exit(self.pid), _REPORT_S)
+            status: int | None = await asyncio.wait_for(self._worker.wait_exit(), _REPORT_S)
         except TimeoutError:
-            status = status_of_zombie(self.pid)
-            if status is None and process_of(self.pid) is not None:
-                self._server.kill(self.pid)
+            status = status_of_zombie(self._worker.pid)
+            if status is None and process_of(self._worker.pid) is not None:
+                self._server.kill(self._worker)
                 cause = f"was ended by this scheduler: {lost_because or 'its connection was lost'}"
                 return Ending(cause, None, signal.SIGKILL, self._log_tail())
         code, number = split_status(status) if status is not None else (None, None)
@@ -235,7 +236,9 @@ class LocalProcess:
         )
 
     async def observe(self, limit_s: float) -> bytes:
-        return b"" if self._page is None else await run_in_executor(observe, self._page, self.pid)
+        if self._page is None:
+            return b""
+        return await run_in_executor(observe, self._page, self._worker.pid)
 
     def _log_tail(self) -> str:
         return tail_of(self._log_path, start=self._log_start)

@@ -131,12 +131,13 @@ class RoleLifecycle:
         started: dict[str, Role] = {}
 
         async def start(job: Job, places: Sequence[Placement]) -> None:
-            clients = await self._launch(
-                Launch(job, dict(enumerate(places)), deadline, stacks[job.role])
-            )
+            clients = await self._launch(Launch(job, dict(enumerate(places)), deadline, undo))
             started[job.role] = Role(job, by_id(job, clients), stacks[job.role])
 
-        async with contextlib.AsyncExitStack() as resources:
+        async with (
+            contextlib.AsyncExitStack() as resources,
+            contextlib.AsyncExitStack() as undo,
+        ):
             stacks = {
                 job.role: await resources.enter_async_context(contextlib.AsyncExitStack())
                 for job in jobs
@@ -163,6 +164,7 @@ class RoleLifecycle:
                     started[job.role] = Role(job, clients, stacks[job.role], reuses=True)
             for role in started.values():
                 role.resources = stacks[role.name].pop_all()
+            undo.pop_all()
         return [started[job.role] for job in jobs]
 
     async def _launch(self, start: Launch) -> list[WorkerClient]:
@@ -269,7 +271,11 @@ class RoleLifecycle:
         run_sync(self._run_commands([role], role.worker_ids))
 
     async def _restart(self, role: Role, worker_id: str) -> None:
-        async with _restarting(role, [worker_id]), contextlib.AsyncExitStack() as resources:
+        async with (
+            _restarting(role, [worker_id]),
+            contextlib.AsyncExitStack() as resources,
+            contextlib.AsyncExitStack() as undo,
+        ):
             rank, old = rank_of(worker_id), role.clients.get(worker_id)
             if old is None:
                 raise not_found(worker_id, role)
@@ -286,7 +292,7 @@ class RoleLifecycle:
                 (place,) = (await allocator.reserve([single], deadline, {single.role: resources}))[
                     single.role
                 ]
-            (client,) = await self._launch(Launch(role.job, {rank: place}, deadline, resources))
+            (client,) = await self._launch(Launch(role.job, {rank: place}, deadline, undo))
             with self._roles.changing(role):
                 if role.clients.get(worker_id) is not old:
                     raise not_found(worker_id, role)
@@ -294,7 +300,9 @@ class RoleLifecycle:
                     for each in [each for each, reached in entry.clients.items() if reached is old]:
                         entry.clients = {**entry.clients, each: client}
                         entry.engine_names.pop(each, None)
-                role.own(worker_id, resources)
+                if place is not old.place:
+                    role.own(worker_id, resources)
+                undo.pop_all()
                 role.num_restarts[worker_id] += 1
         story.info("restarted %s", _described([client]))
 
@@ -302,20 +310,20 @@ class RoleLifecycle:
         async with (
             role.growing,
             _restarting(role, role.worker_ids),
-            contextlib.AsyncExitStack() as resources,
+            contextlib.AsyncExitStack() as undo,
         ):
             deadline = Deadline(self._run.timeouts.start_s)
             old = role.clients
             await _kill_all(role)
             places = {rank_of(worker_id): client.place for worker_id, client in old.items()}
-            clients = await self._launch(Launch(role.job, places, deadline, resources))
+            clients = await self._launch(Launch(role.job, places, deadline, undo))
             with self._roles.changing(role):
                 if role.clients is not old:
                     raise not_found(next(each for each in old if each not in role.clients), role)
                 role.clients = dict(zip(old, clients, strict=True))
                 role.engine_names.clear()
                 role.num_restarts.update(list(role.clients))
-                role.resources.push_async_callback(resources.pop_all().aclose)
+                undo.pop_all()
         story.info("restarted role %s: %s", role.name, _described(clients))
 
     # --- growth -----------------------------------------------------------------------------------
@@ -386,16 +394,17 @@ class RoleLifecycle:
     async def _grow(self, role: Role, ranks: Sequence[int]) -> list[str]:
         deadline = Deadline(self._run.timeouts.start_s)
         singles = {rank: _single(role.job, rank) for rank in ranks}
-        async with contextlib.AsyncExitStack() as resources:
+        async with (
+            contextlib.AsyncExitStack() as resources,
+            contextlib.AsyncExitStack() as undo,
+        ):
             stacks = {
                 each.role: await resources.enter_async_context(contextlib.AsyncExitStack())
                 for each in singles.values()
             }
             places = await self._backend.allocator.reserve(list(singles.values()), deadline, stacks)
             started = await await_all(
-                self._launch(
-                    Launch(role.job, {rank: places[single.role][0]}, deadline, stacks[single.role])
-                )
+                self._launch(Launch(role.job, {rank: places[single.role][0]}, deadline, undo))
                 for rank, single in singles.items()
             )
             clients = {client.worker_id: client for (client,) in started}
@@ -404,6 +413,7 @@ class RoleLifecycle:
                 role.clients = {**role.clients, **clients}
                 for worker_id, stack in zip(clients, stacks.values(), strict=True):
                     role.own(worker_id, stack)
+                undo.pop_all()
         story.info(
             "added to role %s, which now has %d workers: %s",
             role.name,

@@ -16,7 +16,7 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.scheduler import Job
 from helmsman.controller._node.run_registry import make_log_dir
-from helmsman.controller._schedulers.forkserver_client import ForkServer
+from helmsman.controller._schedulers.forkserver_client import ForkedWorker, ForkServer
 from helmsman.controller._schedulers.local import LocalProcess, LocalScheduler
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._server.channel import abstract_address
@@ -79,35 +79,35 @@ def test_forkserver_lost_ends_families_together(
         assert scheduler.create_workers(Job(role="b")) == ["b/0"]
 
 
-class _OneSurvivor:
-    """Forkserver that reports one survivor."""
+class _Killed:
+    """Forkserver of a worker that has ended."""
 
-    def __init__(self, survivor: int) -> None:
-        self._survivor = survivor
+    def kill(self, worker: ForkedWorker) -> None:
+        assert worker.status.done()
 
-    def kill(self, pid: int) -> None:
-        pass
 
-    async def wait_family(self, pid: int) -> list[int]:
-        return [self._survivor]
+async def _end(tag: str, survivor: int) -> None:
+    """End a worker whose forkserver has reported one survivor."""
+    loop = asyncio.get_running_loop()
+    worker = ForkedWorker(4194303, tag, loop.create_future(), loop.create_future())
+    worker.status.set_result(0)
+    worker.survivors.set_result([survivor])
+    await LocalProcess(_Killed(), worker, "", 0).kill()  # type: ignore[arg-type]
 
 
 def test_local_process_kill_ends_late_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that exits late must not block later attempts to replace its worker."""
-    stays, worker, tag = (
-        [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(3600)"],
-        4194303,
-        "0123456789/a/0",
-    )
+    stays = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(3600)"]
+    tag = "0123456789/a/0"
     with subprocess.Popen(stays, start_new_session=True) as foreign:
-        asyncio.run(LocalProcess(_OneSurvivor(foreign.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
+        asyncio.run(_end(tag, foreign.pid))
         assert foreign.poll() is None, "the pid belongs to another process"
         foreign.kill()
     monkeypatch.setenv(guardian.TAG_VARIABLE, tag)
     with subprocess.Popen(stays, start_new_session=True, stdout=subprocess.PIPE) as member:
         assert member.stdout is not None
         assert member.stdout.readline() == b"up\n", "its environment is readable now"
-        asyncio.run(LocalProcess(_OneSurvivor(member.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
+        asyncio.run(_end(tag, member.pid))
         assert member.wait(30.0) == -signal.SIGKILL
 
 
@@ -133,5 +133,5 @@ async def test_forkserver_spawn_cancelled_ends_the_worker(
     )
     with pytest.raises(asyncio.CancelledError):
         await start
-    await server.wait_exit(pids[0])
+    await asyncio.to_thread(wait_gone, {"a/0": pids[0]})
     await server.stop(8.0)

@@ -69,8 +69,8 @@ class MinimalBackend(Backend):
             identity = self.run.identity(start.job, rank, place.node)
             host = EngineHost(identity, self.store, seeding=False)
             host.engine_thread.start(identity.worker_id)
-            start.resources.callback(host.close)
-            transport = InlineTransport(host)
+            transport = InlineTransport(host, on_end=lambda: None)
+            start.undo.push_async_callback(transport.kill)
             clients.append(
                 WorkerClient(
                     identity.worker_id, place, os.getpid(), "", transport, self.run.timeouts
