@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts, WorkerState
+from helmsman.controller._aio.event_loop import run_on_loop
 from helmsman.controller._generation.health import SupervisionPolicy
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
@@ -245,3 +247,22 @@ def test_close_with_dead_and_stopped_workers(make_own: Callable[..., Scheduler])
     scheduler.close()
     scheduler.close()
     assert not any(is_running(pid) for pid in pids.values())
+
+
+def test_worker_death_after_reply(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
+    """A result in shared memory is gone with its worker before the script has read the reply."""
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Counter)
+    pid, replied = engine.call("pid"), tmp_path / "replied"
+
+    def outlive() -> None:
+        wait_until(replied.exists, "the engine has begun its next call")
+        os.kill(pid, signal.SIGKILL)
+        wait_gone({worker: pid})
+
+    run_on_loop(outlive)  # nothing is read meanwhile
+    with ThreadPoolExecutor() as threads:
+        made = threads.submit(engine.call, "make", 1_000_000)
+        threads.submit(engine.call, "apply", Path.touch, replied)
+        with pytest.raises(errors.WorkerFailedError, match="was ended by SIGKILL"):
+            made.result()

@@ -457,6 +457,9 @@ class Channel(Transport):
             return
         if failure is None and (payload is None or is_large):
             self._in_background(self._complete(reply, payload))
+        elif isinstance(failure, ProtocolError):
+            # The worker has probably just ended; its end, which fails the call, says more.
+            self._loop.call_later(_EXIT_S, self._hand_over, reply, None, failure)
         else:
             self._hand_over(reply, payload, failure)
 
