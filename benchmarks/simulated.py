@@ -55,7 +55,7 @@ class SimulatedBackend(Backend):
                 f"{start.job.role}/{rank}", connecting, _Process(), shares_memory=True
             )
             await transport.open()
-            start.resources.push_async_callback(transport.kill)
+            start.undo.push_async_callback(transport.kill)
             self.transports.append(transport)
             identity = self.run.identity(start.job, rank, place.node)
             return WorkerClient(

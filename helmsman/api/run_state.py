@@ -38,7 +38,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     waits_in: str = ""
     """System call that it waits in, and its file or peer; '' if it runs, and for a task."""
     num_wakes: int = 0
-    """Number of times that a task was seen to wait for another future than before."""
+    """Number of times that a task was seen to wait for another future than before, or that a thread
+    was woken, if it receives from a local socket.
+    """
 
 
 class StackTrace(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,11 +135,12 @@ class OpenItems:
         if text not in self._texts and len(self._texts) >= _MOST_TEXTS:
             text = source.kind
         self._texts.add(text)
-        name, state = self._recorder.name(text), (wait.key if wait else None, item.moved)
-        moved_bytes, quiet_s = 0, None
+        name = self._recorder.name(text)
+        moved_bytes, quiet_s, num_wakes = 0, None, 0
         if wait is not None and wait.thread is not None:
             thread = progress.of_thread(wait.thread.native_id or 0)
-            moved_bytes, quiet_s = thread.moved_bytes, thread.quiet_s
+            moved_bytes, quiet_s, num_wakes = thread.moved_bytes, thread.quiet_s, thread.num_wakes
+        state = wait.key if wait else None, item.moved, num_wakes
         seen = self._seen.get(key)
         if seen is None:
             began = max(item.since, item.moved, now - 2 * _QUIET_S)

@@ -72,6 +72,7 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _LISTENS = 10
 _MOSTLY = 0.3
 """Share of a CPU."""
+_SWITCHES = re.compile(r"^voluntary_ctxt_switches:\s*(\d+)$", re.MULTILINE)
 _COUNTED = re.compile(r"^(?:[rw]char|(?:read|write)_bytes): (\d+)$", re.MULTILINE)
 _waiters = weakref.WeakKeyDictionary[asyncio.Task[Any], tuple[object, int]]()
 """Task -> the future that it waited for when it was seen last, and how often this has changed."""
@@ -90,12 +91,17 @@ def of_thread(thread: int) -> Progress:
     times = _cpu_times(folder)
     name, descriptors = _system_call(folder)
     waits_in = " ".join([name, *map(_describe, descriptors[:1])]).rstrip()
+    quiet_s, num_wakes = _quiet_s(descriptors), 0
+    if quiet_s is None and name in ("recvfrom", "recvmsg"):
+        # The kernel counts no bytes of a local socket, but only they wake its reader.
+        num_wakes = sum(map(int, _SWITCHES.findall(proc_text(f"{folder}/status"))))
     return Progress(
         number=thread,
         cpu_s=sum(times) if times is not None else None,
         moved_bytes=moved_by(folder),
-        quiet_s=_quiet_s(descriptors),
+        quiet_s=quiet_s,
         waits_in=waits_in,
+        num_wakes=num_wakes,
     )
 
 

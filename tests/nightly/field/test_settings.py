@@ -270,6 +270,7 @@ class Runs:
             "num_lines": len(shown.partition("ready after")[2].splitlines()),
             "described": shown.partition("all workers")[0],
             "files": sorted(each for each in files if not each.startswith("logs")),
+            "logs": sorted(each for each in files if each.endswith(".log")),
             "sizes": [path.stat().st_size for path in sorted(out.glob("model/*.safetensors"))],
             **{name: [_untimed(json.loads(line)) for line in each] for name, each in lines.items()},
         }

@@ -55,6 +55,23 @@ def watched() -> Iterator[Watch]:
         each.join(30.0)
 
 
+def test_thread_that_receives_from_a_local_socket(watched: Watch) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+
+        def read() -> None:
+            while ours.recv(1):
+                pass
+
+        thread = watched(read)
+        until(lambda: progress.of_thread(thread).waits_in == "recvfrom on a socket")
+        before = progress.of_thread(thread)
+        assert progress.of_thread(thread) == before, "nothing has come"
+        theirs.send(b"x")
+        until(lambda: progress.of_thread(thread).num_wakes > before.num_wakes)
+        theirs.close()
+
+
 def test_thread_that_receives(peers: Peer, watched: Watch) -> None:
     ours, theirs = peers
     port = ours.getpeername()[1]
@@ -77,14 +94,20 @@ def test_thread_that_polls(peers: Peer, watched: Watch) -> None:
 def test_thread_that_waits_for_many(peers: Peer, watched: Watch) -> None:
     """An event loop waits for sockets of all kinds."""
     left, right = socket.socketpair()
+    is_woken = threading.Event()
     with left, right, select.epoll() as several:
         several.register(left, select.EPOLLIN)
         several.register(peers[0], select.EPOLLIN)
-        thread = watched(lambda: several.poll())
+
+        def wait() -> None:
+            several.poll()
+            is_woken.set()
+
+        thread = watched(wait)
         until(lambda: progress.of_thread(thread).waits_in.startswith("epoll"))
         assert progress.of_thread(thread).quiet_s is not None
         right.send(b"x")
-        until(lambda: not progress.of_thread(thread).waits_in)
+        assert is_woken.wait(30.0)
 
 
 def test_thread_that_waits_for_a_lock(
