@@ -379,18 +379,6 @@ class RunReporter:
     def watch(self, policy: HangPolicy) -> None:
         """Set the reaction to hangs. By default, they are reported."""
 
-    def keep_calls(self, role: str, method: str, most: int = 3) -> None:
-        """Keep the arguments of a method's calls on disk, for ``helmsman replay``.
-
-        Call it before the role's workers start, so that the construction of their engines is kept,
-        too. The arguments are in the run's log directory, readable by this user only.
-
-        Args:
-            role: The role.
-            method: The method.
-            most: Number of its last calls to keep for each worker.
-        """
-
     def phase(self, kind: str, detail: str = "") -> contextlib.AbstractContextManager[None]:
         """Name a phase of the script, such as an evaluation. Phases may be nested.
 

@@ -21,7 +21,7 @@ import msgspec
 from helmsman.api.errors import HelmsmanError
 from helmsman.controller._diagnosis.texts import stacks_text, status_text, why_text
 from helmsman.controller._node.control_socket import Query
-from helmsman.controller._operator import logs, metrics, replay, runs, ui
+from helmsman.controller._operator import logs, metrics, runs, ui
 from helmsman.controller._operator.postmortem import postmortem
 from helmsman.controller._operator.recordings import write_trace
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run
@@ -176,15 +176,6 @@ def _postmortem(options: argparse.Namespace) -> int:
     return OK if is_closed else NO
 
 
-def _replay(options: argparse.Namespace) -> None:
-    """Repeat a call whose arguments a run has kept, in this process, in pdb."""
-    calls = replay.kept_calls(find_run(options.run_id).log_dir)
-    if options.call is None:
-        print(replay.describe_calls(calls) or "no call was kept; see scheduler.reporter.keep_calls")
-    else:
-        print(repr(replay.replay(calls, options.call, debugger=not options.no_debugger)))
-
-
 def _report(options: argparse.Namespace) -> None:
     """Write the page about a run, alive or ended, to a file."""
     run = _find_recorded(options)
@@ -283,7 +274,6 @@ _ARGUMENTS = {
     "ROLE?": _argument("role", nargs="?", metavar="ROLE", help="only this role, or 'script'"),
     "WORKER": _argument("target", metavar="WORKER"),
     "WORKER?": _argument("chosen", nargs="?", metavar="ROLE|WORKER", help="only this one"),
-    "CALL?": _argument("call", nargs="?", type=int, metavar="CALL", help="default: list them"),
     "N": _argument("number", type=int, metavar="N"),
     "--run": _argument("--run", dest="run_id", metavar="RUN", help=_ID),
     "--address": _argument("--address", help="a Ray cluster that has the run"),
@@ -294,7 +284,6 @@ _ARGUMENTS = {
     "--lines": _argument(
         "-n", "--lines", type=int, default=1000, help="last lines; default 1000; 0: all"
     ),
-    "--no-debugger": _argument("--no-debugger", action="store_true", help="only run it"),
     "--out": _argument("-o", "--out", metavar="FILE", help="default: %(default)s"),
     "--port": _argument("--port", type=int, help="default: %(default)s; 0: any free one"),
     "--timeout": _argument(
@@ -316,7 +305,6 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, dict
     "why": (_why, "RUN? ROLE? --address --json", {}),
     "trace": (_trace, "DIR? --out", {"out": "out.perfetto-trace"}),
     "postmortem": (_postmortem, "DIR?", {}),
-    "replay": (_replay, "DIR CALL? --no-debugger", {}),
     "ui": (_ui, "RUN? --port", {"port": 0}),
     "report": (_report, "DIR? --out", {"out": "run.html"}),
     "metrics": (_metrics, "RUN? --host --port", {"port": 9464}),

@@ -21,7 +21,6 @@ from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import tail_of
 from helmsman.controller._transport.client import WorkerClient
-from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.rpc_server._host.handles import HandleStore
 from helmsman.rpc_server._process.recorder import Recorder
 from helmsman.rpc_server._process.upkeep import Folder, Upkeep
@@ -45,8 +44,6 @@ class Run:
         self._folder = Folder(self.log_dir)
         self.upkeep = Upkeep(functools.partial(log.warning, "run %s: %s", self.id))
         """Looks after the run's files."""
-        self.kept_calls: dict[str, KeptCalls] = {}
-        """By role."""
 
     def begin(self, scheduler: str) -> None:
         """Write the run's log and events to its log directory from now on. Idempotent."""

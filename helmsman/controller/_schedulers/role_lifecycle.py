@@ -180,7 +180,6 @@ class RoleLifecycle:
         client.advice = self.advice
         about = self._run.activity, job.role, client.worker_id
         client.account_of = functools.cache(functools.partial(CallAccount, *about))
-        client.kept_calls = self._run.kept_calls.get(job.role)
         spec = job.spec(rank)
         limit_s = max(start.deadline.remaining_s, 0.001)
         try:

@@ -33,7 +33,6 @@ from helmsman.controller._schedulers.open_items import OpenItems, Still
 from helmsman.controller._schedulers.roles import Role, RoleRegistry
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
-from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.controller._validation.argument_types import checked
 from helmsman.rpc_server._host.examination import examine_script, thread_stack_of
 from helmsman.rpc_server._host.threads import all_stacks
@@ -77,10 +76,6 @@ class RunView(RunReporter):
     @checked
     def watch(self, policy: HangPolicy) -> None:
         self.hang_policy = policy
-
-    @checked
-    def keep_calls(self, role: str, method: str, most: int = 3) -> None:
-        self._run.kept_calls[role] = KeptCalls(self._run.log_dir, self._run.id, method, most)
 
     @checked
     def phase(self, kind: str, detail: str = "") -> contextlib.AbstractContextManager[None]:

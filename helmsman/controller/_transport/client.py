@@ -36,7 +36,6 @@ from helmsman.controller._node.activity import NO_RUN, CallAccount
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
-from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.controller._transport.late_calls import LateCalls
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
@@ -83,7 +82,6 @@ class WorkerClient:
         """
         self.account_of = functools.cache(functools.partial(CallAccount, NO_RUN, "", worker_id))
         """Returns the account of the calls of a method."""
-        self.kept_calls: KeptCalls | None = None
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
         """Unanswered engine work, by request id."""
@@ -175,8 +173,6 @@ class WorkerClient:
         call.account = account = self.account_of(call.method)
         call.slot = account.begun(request_id, call.started)
         self.in_flight[request_id] = call
-        if self.kept_calls is not None:
-            call.keep_in(self.kept_calls)
 
     def settled(self, request_id: int, ok: bool = False) -> None:
         """Count the outcome of a request: a result if ``ok``, else an error."""
@@ -297,11 +293,6 @@ class PendingCall(abc.ABC):
     @property
     def name(self) -> str:
         return dotted(self._client.named(self._outgoing.request).engine_name, self.method)
-
-    def keep_in(self, kept: KeptCalls) -> None:
-        """Keep the call's arguments for a replay."""
-        request = self._client.named(self._outgoing.request)
-        kept.keep(self._client.worker_id, request, self._outgoing.payload)
 
     @property
     def method(self) -> str:
