@@ -403,7 +403,7 @@ class RunReporter:
         """Record an event in the run's flight recorder; for controllers.
 
         Args:
-            kind: A Kind of the recorder.
+            kind: A Kind of helmsman.api.observer.
             name: Name of the event; there are at most 2,048 names.
             number: Its number, such as that of a request.
             value: Its value.

@@ -19,10 +19,10 @@ from helmsman.api.scheduler import Job
 from helmsman.api.version import __version__
 from helmsman.controller._bootstrap.up import add_command as add_up
 from helmsman.controller._node.checks import diagnose
-from helmsman.controller._node.cleanup import age, describe, leftovers, remove
 from helmsman.controller._node.environment import forwarding_report
 from helmsman.controller._node.observation import HEAD_PORTS, Observed, observe, skew_s
 from helmsman.controller._node.run_registry import read_runs, refused_places
+from helmsman.controller._operator.cleanup import age, describe, leftovers, remove
 from helmsman.controller._operator.commands import add_commands as add_operator_commands
 from helmsman.controller._operator.runs import attach, on_all
 from helmsman.controller._placement.admission import advise

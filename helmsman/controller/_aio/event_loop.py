@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from helmsman.rpc_server._host.threads import start_loop
+from helmsman._base.loops import start_loop
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ import msgspec
 
 from helmsman.api.environment import masked_command
 from helmsman.api.errors import HelmsmanError
+from helmsman.api.observer import SCRIPT
 from helmsman.api.run_state import NodeSnapshot, RunSnapshot
 from helmsman.controller._bootstrap.async_utils import StatusPrinter
 from helmsman.controller._bootstrap.node_plan import NodePlan
-from helmsman.controller._node.control_socket import ControlSocket, Query
 from helmsman.controller._node.run_registry import UP, record_here
-from helmsman.controller._schedulers.outside import observe_workers, observed_report
-from helmsman.controller._schedulers.run_view import SCRIPT
+from helmsman.controller._operator.control_socket import ControlSocket, Query
+from helmsman.controller._operator.outside import observe_workers, observed_report
 from helmsman.rpc_server._host.progress import proc_text
 from helmsman.rpc_server._process.guardian import family, process_of
 

@@ -39,13 +39,6 @@ from helmsman.controller._bootstrap.settings import (
     shown,
     variables,
 )
-from helmsman.controller._node.cleanup import (
-    leftovers,
-    remove,
-    remove_old_logs,
-    up_folder,
-    up_places,
-)
 from helmsman.controller._node.devices import detect_devices
 from helmsman.controller._node.launchers import NodeIdentity, identify_node
 from helmsman.controller._node.observation import (
@@ -62,6 +55,13 @@ from helmsman.controller._node.run_registry import (
     default_log_dir,
     make_log_dir,
     new_run_id,
+)
+from helmsman.controller._operator.cleanup import (
+    leftovers,
+    remove,
+    remove_old_logs,
+    up_folder,
+    up_places,
 )
 from helmsman.rpc_server._process.safe_files import private_directory, remove_tree
 from helmsman.rpc_server._process.upkeep import Folder, Upkeep

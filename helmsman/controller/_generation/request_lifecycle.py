@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from helmsman._base.durations import Durations
 from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
 from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.api.observer import Kind
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import Instance, RequestState, Ticket, WaitingRequests
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.routing import LeastOutstandingTokens, RoutingPolicy
-from helmsman.controller._node.activity import Durations
-from helmsman.rpc_server._process.recorder import Kind
 
 _MOST_SAMPLES = 1024
 """Recent samples whose weight versions are shown."""

@@ -20,12 +20,12 @@ import msgspec
 
 from helmsman.api.errors import HelmsmanError
 from helmsman.controller._diagnosis.texts import stacks_text, status_text, why_text
-from helmsman.controller._node.control_socket import Query
 from helmsman.controller._operator import logs, metrics, runs, ui
+from helmsman.controller._operator.control_socket import Query
+from helmsman.controller._operator.outside import is_stuck
 from helmsman.controller._operator.postmortem import postmortem
 from helmsman.controller._operator.recordings import write_trace
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run
-from helmsman.controller._schedulers.outside import is_stuck
 
 T = TypeVar("T")
 

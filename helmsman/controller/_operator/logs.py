@@ -17,10 +17,10 @@ from datetime import datetime
 from pathlib import Path
 
 from helmsman.api.errors import HelmsmanError
+from helmsman.api.observer import SCRIPT
 from helmsman.controller._diagnosis.stacks import named
-from helmsman.controller._node.control_socket import Query
+from helmsman.controller._operator.control_socket import Query
 from helmsman.controller._operator.runs import FoundRun, ask_run, take_snapshot
-from helmsman.controller._schedulers.run_view import SCRIPT
 from helmsman.rpc_server._process.recorder import SUFFIX, is_file_of, why_not_read
 from helmsman.rpc_server._process.safe_files import open_regular, private_directory
 

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from helmsman.api.observer import SCRIPT
 from helmsman.controller._diagnosis.evidence import seconds
 from helmsman.controller._operator.logs import read_lines
 from helmsman.controller._operator.recordings import Span, Timeline, read_timeline
 from helmsman.controller._operator.runs import RunNotFoundError
-from helmsman.controller._schedulers.run_view import SCRIPT
 
 _LAST_S = 60.0
 _MOST_LINES, _MOST_CALLS = 200, 20

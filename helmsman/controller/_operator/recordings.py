@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from helmsman.api.observer import SCRIPT, Kind
 from helmsman.controller._operator.logs import files_of
 from helmsman.controller._operator.runs import RunNotFoundError
-from helmsman.controller._schedulers.run_view import SCRIPT
-from helmsman.rpc_server._process.recorder import SUFFIX, Kind, Recording, read_recording
+from helmsman.rpc_server._process.recorder import SUFFIX, Recording, read_recording
 
 
 class Span(NamedTuple):

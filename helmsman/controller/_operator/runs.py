@@ -16,9 +16,9 @@ import msgspec
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.run_state import RunSnapshot
 from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
-from helmsman.controller._node.control_socket import Query, Refusal, ask
 from helmsman.controller._node.run_registry import UP, RunRecord, log_dirs, read_runs
-from helmsman.controller._schedulers.outside import complete, is_stuck, observe_run
+from helmsman.controller._operator.control_socket import Query, Refusal, ask
+from helmsman.controller._operator.outside import complete, is_stuck, observe_run
 
 T = TypeVar("T")
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.errors import HelmsmanError
+from helmsman.api.observer import SCRIPT
 from helmsman.api.run_state import RunSnapshot, WorkerSnapshot
 from helmsman.controller._diagnosis.texts import stack_text, state_of
 from helmsman.controller._operator.connections import BoundedThreads
@@ -27,7 +28,6 @@ from helmsman.controller._operator.runs import (
     judge,
     take_snapshot,
 )
-from helmsman.controller._schedulers.run_view import SCRIPT
 
 _SHOWN_S, _REPORT_S = 60.0, 600.0
 _MOST_SPANS = 20_000

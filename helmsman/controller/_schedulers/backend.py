@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from helmsman.api.errors import WorkerStartError
+from helmsman.api.observer import RunObserver
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller._aio.event_loop import Deadline
-from helmsman.controller._node.activity import Activity
 from helmsman.controller._node.driver_log import DriverLog
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
 from helmsman.controller._placement.allocator import Allocator
@@ -22,7 +22,6 @@ from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import tail_of
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import HandleStore
-from helmsman.rpc_server._process.recorder import Recorder
 from helmsman.rpc_server._process.upkeep import Folder, Upkeep
 from helmsman.rpc_server._wire.messages import WorkerIdentity
 
@@ -34,8 +33,8 @@ class Run:
 
     def __init__(self, seed: int, log_dir: str | Path | None, timeouts: Timeouts | None) -> None:
         self.id = new_run_id()
-        self.recorder = Recorder("script")
-        self.activity = Activity(self.recorder)
+        self.observer = RunObserver()
+        """Receives reports about the run."""
         self.seed = seed
         self.timeouts = timeouts or Timeouts()
         self.log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.id)
@@ -46,20 +45,19 @@ class Run:
         """Looks after the run's files."""
 
     def begin(self, scheduler: str) -> None:
-        """Write the run's log and events to its log directory from now on. Idempotent."""
+        """Write the run's log to its log directory from now on. Idempotent."""
         self._log.begin(scheduler)
         if not self._is_begun:
             self._is_begun = True
-            self.recorder.persist_at(str(self.log_dir / "script"), self.id)
             self.upkeep.add(f"its log {self._log.baseFilename}", self._log.renew)
-            self.upkeep.add(f"its flight recorder in {self.log_dir}", self.recorder.renew)
+            self.observer.begin()
             self.upkeep.add(f"its folder {self.log_dir}", self._folder.renew)
 
     def end(self) -> None:
-        """Close the log and the recorder, and give up their folder. Idempotent."""
+        """Close the log, and give up its folder. Idempotent."""
         self.upkeep.stop()
         self._log.end()
-        self.recorder.close()
+        self.observer.close()
         self._folder.close()
 
     def identity(self, job: Job, rank: int, node: str) -> WorkerIdentity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pkgutil
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable, unfit
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
+from helmsman.api.observer import OBSERVER
 from helmsman.api.plain import plain
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.run_state import RunReporter
@@ -32,15 +34,13 @@ from helmsman.api.scheduler import (
     ids_of,
 )
 from helmsman.controller._aio.event_loop import await_all, run_async, run_sync
-from helmsman.controller._node.cleanup import remove_old_logs
 from helmsman.controller._placement.resources import as_node
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.calls import CallService, ValueStore
 from helmsman.controller._schedulers.role_lifecycle import RoleLifecycle
 from helmsman.controller._schedulers.roles import RoleRegistry, rank_of
 from helmsman.controller._schedulers.run_end import RunEnd
-from helmsman.controller._schedulers.run_view import RunView, ask_all
-from helmsman.controller._schedulers.worker_requests import inject, probe
+from helmsman.controller._schedulers.worker_requests import ask_all, inject, probe
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._validation.argument_types import checked, refusal
@@ -79,15 +79,14 @@ class BackendScheduler(Scheduler):
         self._values = ValueStore(self._roles, backend)
         self._calls = CallService(self._run, self._roles, self._values)
         self._lifecycle = RoleLifecycle(self._run, self._roles, backend, self._calls)
-        self._view = RunView(
+        self._end = RunEnd(self, self._run, self._roles, self._values, self._backend)
+        self._run.observer = pkgutil.resolve_name(OBSERVER)(
             self._run,
             self._roles,
             type(self).__name__,
             shares_process=backend.shares_process,
             scale=self._lifecycle.scale,
         )
-        self._end = RunEnd(self, self._run, self._roles, self._values, self._backend, self._view)
-        remove_old_logs()
         try:
             backend.open(self._run, self._roles.client)
         except BaseException:
@@ -104,7 +103,7 @@ class BackendScheduler(Scheduler):
 
     @property
     def reporter(self) -> RunReporter:
-        return self._view
+        return self._run.observer
 
     @property
     def timeouts(self) -> Timeouts:

@@ -20,7 +20,6 @@ from helmsman.api import errors
 from helmsman.api.plan import Reservation
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._aio.event_loop import Deadline, await_all, forbid_blocking, run_sync
-from helmsman.controller._node.activity import CallAccount
 from helmsman.controller._node.driver_log import listed, story
 from helmsman.controller._node.environment import worker_environment
 from helmsman.controller._placement.placement import Placement, targets_first, tile
@@ -107,7 +106,7 @@ class RoleLifecycle:
     ) -> list[Role]:
         self._run.begin(type(self._backend).__name__)
         begun, names = time.monotonic(), listed([job.role for job in jobs])
-        with self._roles.claim(jobs, operation), self._run.activity.phase(operation, names):
+        with self._roles.claim(jobs, operation), self._run.observer.operation(operation, names):
             try:
                 roles = run_sync(start())
             except BaseException as error:
@@ -147,7 +146,7 @@ class RoleLifecycle:
             if separate:
                 names = listed([job.role for job in separate])
                 holders = functools.partial(self._backend.allocator.why_pending, separate)
-                with self._run.activity.phase("placement", names, holders):
+                with self._run.observer.operation("placement", names, holders):
                     places = await self._backend.allocator.reserve(separate, deadline, stacks)
             await await_all(start(job, places[job.role]) for job in separate)
             for job in colocated:
@@ -178,8 +177,9 @@ class RoleLifecycle:
         """Configure a new worker and lease its ports, before it is published."""
         job = start.job
         client.advice = self.advice
-        about = self._run.activity, job.role, client.worker_id
-        client.account_of = functools.cache(functools.partial(CallAccount, *about))
+        client.observer_of = functools.cache(
+            functools.partial(self._run.observer.calls_of, job.role, client.worker_id)
+        )
         spec = job.spec(rank)
         limit_s = max(start.deadline.remaining_s, 0.001)
         try:

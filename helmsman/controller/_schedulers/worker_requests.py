@@ -1,4 +1,4 @@
-"""Two scheduler operations on workers: the rendezvous probe and fault injection."""
+"""Scheduler operations on workers: questions to all, the rendezvous probe and fault injection."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from helmsman.api import errors
 from helmsman.api.errors import CallError, CallTimeoutError, HelmsmanError, WorkerFailedError
@@ -20,6 +21,15 @@ LIMIT_S = 10.0
 """Limit of a probe for all ranks together; a network that drops packets uses it up."""
 _ANSWER_S = 1.0
 """Part of the limit reserved for a worker's reply after its connection attempt has failed."""
+
+
+async def ask_all(
+    clients: Mapping[str, WorkerClient], verb: Verb, limit_s: float | None = None
+) -> dict[str, Any]:
+    """Send a control verb to workers; returns their answers or errors by worker id."""
+    asked = (client.control(verb, limit_s=limit_s) for client in clients.values())
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    return dict(zip(clients, answers, strict=True))
 
 
 async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port: int) -> None:

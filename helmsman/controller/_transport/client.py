@@ -18,6 +18,7 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.fan_out import lead_of
+from helmsman.api.observer import UNOBSERVED, CallObserver
 from helmsman.api.scheduler import (
     PreemptionNotice,
     ResultHandle,
@@ -32,7 +33,6 @@ from helmsman.controller._aio.event_loop import (
     mailbox_of,
     run_on_loop,
 )
-from helmsman.controller._node.activity import NO_RUN, CallAccount
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
@@ -80,8 +80,8 @@ class WorkerClient:
         """Role -> next step after the death of a worker, where a controller has a better one than
         the default.
         """
-        self.account_of = functools.cache(functools.partial(CallAccount, NO_RUN, "", worker_id))
-        """Returns the account of the calls of a method."""
+        self.observer_of: Callable[[str], CallObserver] = lambda method: UNOBSERVED
+        """Returns the observer of the calls of a method."""
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
         """Unanswered engine work, by request id."""
@@ -170,15 +170,15 @@ class WorkerClient:
 
     def begins(self, request_id: int, call: PendingCall) -> None:
         """Count a call that is about to be sent; ``settled`` follows."""
-        call.account = account = self.account_of(call.method)
-        call.slot = account.begun(request_id, call.started)
+        call.observer = observer = self.observer_of(call.method)
+        call.slot = observer.begun(request_id, call.started)
         self.in_flight[request_id] = call
 
     def settled(self, request_id: int, ok: bool = False) -> None:
         """Count the outcome of a request: a result if ``ok``, else an error."""
         call = self.in_flight.pop(request_id, None)
-        if call is not None and call.account is not None:
-            call.account.ended(call.slot, request_id, call.started, ok)
+        if call is not None:
+            call.observer.ended(call.slot, request_id, call.started, ok)
         self.late.overdue.discard(request_id)
         self.unanswered.pop(request_id, None)
 
@@ -256,7 +256,7 @@ class PendingCall(abc.ABC):
         "_may_withdraw",
         "_outgoing",
         "_seen",
-        "account",
+        "observer",
         "slot",
         "started",
     )
@@ -273,9 +273,9 @@ class PendingCall(abc.ABC):
         self._seen: CallState | None = None
         """State of the call as reported by the worker shortly before the limit."""
         self.started = time.monotonic() if started is None else started
-        self.account: CallAccount | None = None
+        self.observer = UNOBSERVED
         self.slot = 0
-        """In the account's flight recorder."""
+        """Number of the call for its observer."""
 
     def begin(self) -> None:
         """Send the request, from any thread; a failure to encode or send it is its outcome."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
+from helmsman._base.loops import start_loop
 from helmsman.api.closing import Closing
 from helmsman.controller._workflows.episode_runner import (
     EPISODE_TIMEOUT_S,
@@ -17,7 +18,6 @@ from helmsman.controller._workflows.episode_runner import (
     closed_error,
 )
 from helmsman.controller._workflows.staleness import BatchPolicy, Episode
-from helmsman.rpc_server._host.threads import start_loop
 
 T = TypeVar("T")
 

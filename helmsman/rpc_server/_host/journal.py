@@ -7,9 +7,10 @@ import logging
 import sys
 from typing import Any
 
+from helmsman.api.observer import Kind
 from helmsman.api.scheduler import WorkerHealth
 from helmsman.api.version import __version__
-from helmsman.rpc_server._process.recorder import Kind, Recorder
+from helmsman.rpc_server._process.recorder import Recorder
 from helmsman.rpc_server._process.title import set_title
 from helmsman.rpc_server._wire.messages import Request, WorkerConfig, WorkerIdentity
 

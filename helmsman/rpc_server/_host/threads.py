@@ -19,12 +19,11 @@ from typing import Any
 
 import msgspec
 
+from helmsman._base.loops import LAST_TASKS_S, start_loop
 from helmsman.rpc_server._process.recorder import CallLog
 
 _OWN_PACKAGE = "helmsman.rpc_server."
 SWITCH_INTERVAL_S = 1e-6
-_LAST_TASKS_S = 1.0
-"""Seconds that cancelled tasks of a stopped loop have to end."""
 _SIGNALS_EVERY_S = 1.0
 """Longest time in seconds until an idle main thread handles a signal, as of a preemption."""
 
@@ -162,40 +161,6 @@ class EngineThread:
         self._queue.put(None)
 
 
-def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop on this thread until it is stopped; then cancel its tasks and close it.
-
-    asyncio lets SystemExit and KeyboardInterrupt of a task through run_forever. They do not end the
-    loop or its other tasks; awaiting the task raises them, too.
-    """
-    while True:
-        try:
-            loop.run_forever()
-        except (SystemExit, KeyboardInterrupt):
-            continue
-        break
-    try:
-        if left := asyncio.all_tasks(loop):
-            for task in left:
-                task.cancel()
-            loop.run_until_complete(asyncio.wait(left, timeout=_LAST_TASKS_S))
-    finally:
-        loop.close()
-
-
-def start_loop(
-    name: str, run: Callable[[asyncio.AbstractEventLoop], None] = run_loop
-) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=run, args=(loop,), name=name, daemon=True)
-    try:
-        thread.start()
-    except BaseException:
-        loop.close()
-        raise
-    return loop, thread
-
-
 class EngineLoop:
     """An event loop on its own thread, which starts with the first call of an async method.
 
@@ -281,7 +246,7 @@ class EngineLoop:
 
     def join(self) -> None:
         if self.thread is not None:
-            self.thread.join(2 * _LAST_TASKS_S)
+            self.thread.join(2 * LAST_TASKS_S)
 
     def _ensure(self) -> asyncio.AbstractEventLoop:
         with self.waiting.lock:

@@ -15,10 +15,10 @@ import re
 import struct
 import threading
 import time
-from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from helmsman.api.observer import Kind
 from helmsman.rpc_server._process.pulse import CallRecord, shown_name
 from helmsman.rpc_server._process.safe_files import open_log, open_regular
 from helmsman.rpc_server._process.upkeep import is_file_at, touch
@@ -46,20 +46,6 @@ _MOST_S, _MOST_VALUE = 1e9, 1e15
 """Limits of times by a monotonic clock, in seconds, and of values of a slot that is intact."""
 _LAST_CHANCE = NUM_SLOTS - 256
 """A slot counts as overwritten after this many further ones, since other threads write, too."""
-
-
-class Kind(IntEnum):
-    """Kinds of events; the comments give name, number and value."""
-
-    SENT = 1  # A call, from its sending to its outcome: worker and method, request id.
-    BEGUN = 2  # A call, as a worker executes it: 'engine.method', request id.
-    PHASE = 3  # A phase of the script: kind and detail, its id.
-    QUEUED = 4  # A generation request was queued: role, its number.
-    ASSIGNED = 5  # It was sent: instance, its number.
-    ENDED = 6  # It ended: state, its number; value: new tokens.
-    WEIGHTS = 7  # An engine has new weights: engine, version.
-    STATE = 8  # A change of state: a text.
-    OPEN = 9  # A wait of an episode, session, tool call or reward: kind and wait, its number.
 
 
 _LASTING = (Kind.SENT, Kind.BEGUN, Kind.PHASE, Kind.OPEN)

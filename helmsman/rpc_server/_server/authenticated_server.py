@@ -17,10 +17,10 @@ import sys
 import threading
 
 from helmsman._base.door import Door
+from helmsman._base.loops import start_loop
 from helmsman._base.stream import WOULD_BLOCK, Stream
 from helmsman._base.tls import ServerTls
 from helmsman.api.refusals import RefusalLog
-from helmsman.rpc_server._host.threads import start_loop
 from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 _CLOSE_S = 1.0

@@ -13,7 +13,7 @@ import msgspec
 from helmsman.api.run_state import RunSnapshot
 from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
 from helmsman.controller._diagnosis.texts import status_text
-from helmsman.controller._node.control_socket import Query, Refusal, ask
+from helmsman.controller._operator.control_socket import Query, Refusal, ask
 from tests.contract.helpers import wait_until
 from tests.controller.bootstrap.nodes import MakeNodes, Node
 from tests.controller.bootstrap.up_command import Up, up

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.controller._node.cleanup import leftovers
+from helmsman.controller._operator.cleanup import leftovers
 from helmsman.rpc_server._process import guardian
 
 pytestmark = pytest.mark.skipif(

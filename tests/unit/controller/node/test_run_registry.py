@@ -16,7 +16,6 @@ import pytest
 
 from helmsman.api.errors import LogDirectoryError
 from helmsman.api.scheduler import Job
-from helmsman.controller._node.cleanup import KEPT_RUNS, KEPT_S, leftovers
 from helmsman.controller._node.run_registry import (
     RunLock,
     default_log_dir,
@@ -25,6 +24,7 @@ from helmsman.controller._node.run_registry import (
     refused_places,
     user_dir,
 )
+from helmsman.controller._operator.cleanup import KEPT_RUNS, KEPT_S, leftovers
 from helmsman.controller._schedulers.inline import InlineScheduler
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.controller.cli import main

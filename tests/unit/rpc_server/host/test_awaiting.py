@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from helmsman._base.loops import start_loop
 from helmsman.rpc_server._host.awaiting import Threads, Waiting, waiting_of
-from helmsman.rpc_server._host.threads import start_loop
 
 
 async def event() -> None:

@@ -9,12 +9,12 @@ import sys
 import threading
 from pathlib import Path
 
+from helmsman.api.observer import Kind
 from helmsman.rpc_server._process.recorder import (
     FILE_BYTES,
     NUM_NAMES,
     NUM_SLOTS,
     SUFFIX,
-    Kind,
     Recorder,
     Recording,
     read_recording,
@@ -24,7 +24,8 @@ RUN = "0123456789"
 
 KILLED = """
 import os, signal, sys
-from helmsman.rpc_server._process.recorder import Kind, Recorder
+from helmsman.api.observer import Kind
+from helmsman.rpc_server._process.recorder import Recorder
 recorder = Recorder("a/0")
 recorder.persist_at(sys.argv[1], "0123456789")
 recorder.renew()

@@ -8,41 +8,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from helmsman._base.durations import Durations
+from helmsman.api.observer import CallObserver, Kind
 from helmsman.api.run_state import PhaseSnapshot
-from helmsman.rpc_server._process.recorder import Kind, Recorder
+from helmsman.rpc_server._process.recorder import Recorder
 
-_REMEMBERED = 32
 SDK = "opentelemetry.sdk.trace"
 """Module that is loaded where spans are wanted."""
 _SENT = int(Kind.SENT)
-
-
-class Durations:
-    """Recent durations of an operation. Thread-safe, since each step is one of the interpreter."""
-
-    __slots__ = ("_recent", "count")
-
-    def __init__(self) -> None:
-        self._recent: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
-        self.count = 0
-        """Number of all durations so far."""
-
-    def add(self, seconds: float) -> None:
-        self._recent.append(seconds)
-        self.count += 1
-
-    @property
-    def median_s(self) -> float | None:
-        """Median of the last ones in seconds; None without any."""
-        recent = list(self._recent)
-        return statistics.median(recent) if recent else None
 
 
 class Activity:
@@ -115,7 +94,7 @@ class Activity:
         return [describe(explain) for describe in list(self._phases.values())]
 
 
-class CallAccount:
+class CallAccount(CallObserver):
     """Durations and recorded events of the calls of one method to one worker."""
 
     __slots__ = ("_activity", "_durations", "_label", "_method", "_recorder", "_worker_id")
@@ -127,7 +106,7 @@ class CallAccount:
         self._label = activity.recorder.name(f"{worker_id} {method}")
 
     def begun(self, request_id: int, started: float) -> int:
-        """Count a call that is sent; returns its slot in the recorder."""
+        """See CallObserver; returns the call's slot in the recorder."""
         activity = self._activity
         last_at, activity.last_at = activity.last_at, started
         if started - last_at > activity.longest_idle_s and last_at:
@@ -135,7 +114,7 @@ class CallAccount:
         return self._recorder.note(_SENT, self._label, request_id, 0.0, started)
 
     def ended(self, slot: int, request_id: int, started: float, ok: bool) -> None:
-        """Count an outcome: a result if ``ok``, else an error; ``slot`` is the result of begun."""
+        """See CallObserver."""
         now = self._activity.last_at = time.monotonic()
         self._durations.add(now - started)
         self._recorder.finish(slot, now if ok else -now, _SENT, self._label, request_id, started)
@@ -152,7 +131,3 @@ class CallAccount:
 def _tracer() -> Any:
     trace: Any = sys.modules["opentelemetry.trace"]  # the SDK has imported it
     return trace.get_tracer("helmsman")
-
-
-NO_RUN = Activity(Recorder(""))
-"""Activity of workers without a run; no file has its events."""

@@ -14,6 +14,7 @@ import msgspec
 
 from helmsman.api import open_work
 from helmsman.api.errors import HelmsmanError
+from helmsman.api.observer import Kind
 from helmsman.api.open_work import Open, WorkSource
 from helmsman.api.run_state import (
     OpenItem,
@@ -27,7 +28,7 @@ from helmsman.api.run_state import (
 from helmsman.controller._diagnosis.stacks import at, wait_of
 from helmsman.rpc_server._host import progress
 from helmsman.rpc_server._host.awaiting import Threads, Waiting, waiting_of
-from helmsman.rpc_server._process.recorder import Kind, Recorder
+from helmsman.rpc_server._process.recorder import Recorder
 
 _QUIET_S = 3.0
 """Items are observed and recorded from this age on."""

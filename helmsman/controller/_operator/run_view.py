@@ -1,48 +1,52 @@
-"""RunView: builds snapshots of a run and answers the queries of its control socket."""
+"""RunView: observes a run, builds snapshots of it and answers the queries of its control socket."""
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.observer import SCRIPT, RunObserver
 from helmsman.api.run_state import (
     HangPolicy,
     OpenCall,
     Operated,
     ProcessReport,
     RolloutSnapshot,
-    RunReporter,
     RunSnapshot,
     WorkerSnapshot,
 )
 from helmsman.api.scheduler import WorkerHealth
 from helmsman.controller._aio.event_loop import LOOP_THREAD, forbid_blocking, submit
-from helmsman.controller._node.control_socket import Query
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._node.run_registry import record_here
+from helmsman.controller._operator.activity import Activity, CallAccount
+from helmsman.controller._operator.cleanup import remove_old_logs
+from helmsman.controller._operator.control_socket import ControlSocket, Query
+from helmsman.controller._operator.open_items import OpenItems, Still
+from helmsman.controller._operator.watchdog import Watchdog
 from helmsman.controller._schedulers.backend import Run
-from helmsman.controller._schedulers.open_items import OpenItems, Still
 from helmsman.controller._schedulers.roles import Role, RoleRegistry
+from helmsman.controller._schedulers.worker_requests import ask_all
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._validation.argument_types import checked
 from helmsman.rpc_server._host.examination import examine_script, thread_stack_of
 from helmsman.rpc_server._host.threads import all_stacks
 from helmsman.rpc_server._process.guardian import mark_of
+from helmsman.rpc_server._process.pulse import Pulse
+from helmsman.rpc_server._process.recorder import Recorder
+from helmsman.rpc_server._process.stack_dump import offer_stacks
 from helmsman.rpc_server._wire.messages import Verb
 
 log = logging.getLogger(__name__)
 
-SCRIPT = "script"
-"""Stands for the worker id of the script's process."""
 _Describe = Callable[[], RolloutSnapshot | None]
 _Operated = Callable[[], Operated | None]
 _MOST_CALLS = 20
@@ -50,8 +54,8 @@ _LOOP_S = 1.0
 """Longer than this, the background loop is considered blocked."""
 
 
-class RunView(RunReporter):
-    """Snapshots of one run, for its control socket and watchdog.
+class RunView(RunObserver):
+    """The operator's view of one run: its recorder, snapshots, control socket and watchdog.
 
     With ``shares_process``, the workers are threads of this process. ``scale`` resizes a role that
     has no controller.
@@ -70,8 +74,66 @@ class RunView(RunReporter):
         self._record = record_here(run.id, scheduler, run.log_dir)
         self._shares_process, self._scale = shares_process, scale
         self._described: dict[str, tuple[_Describe, _Operated]] = {}
-        self._open_items = OpenItems(run.recorder)
+        self._recorder = Recorder(SCRIPT)
+        self._activity = Activity(self._recorder)
+        self._open_items = OpenItems(self._recorder)
+        self._pulse = Pulse(f"{run.id}/{SCRIPT}")
+        self._show_life()
+        self._socket = self._open_socket()
         self.hang_policy = HangPolicy()
+        self._watchdog = Watchdog(run, roles, self._activity, self)
+        remove_old_logs()
+
+    def begin(self) -> None:
+        self._recorder.persist_at(str(self._run.log_dir / SCRIPT), self._run.id)
+        self._run.upkeep.add(f"its flight recorder in {self._run.log_dir}", self._recorder.renew)
+
+    def close(self) -> None:
+        self._watchdog.stop()
+        self._pulse.stop()
+        if self._socket is not None:
+            self._socket.close()
+        self._recorder.close()
+
+    def _show_life(self) -> None:
+        """Let ``helmsman why`` observe this process while its interpreter cannot answer."""
+
+        def describe() -> bytes:
+            self._recorder.beat()
+            return b""
+
+        try:
+            self._run.upkeep.start()
+            self._pulse.start(describe)
+            offer_stacks()
+        except (OSError, RuntimeError) as error:
+            log.warning(
+                "run %s: other processes cannot read the script's state or stacks: %s",
+                self._run.id,
+                error,
+            )
+
+    def _open_socket(self) -> ControlSocket | None:
+        """Open the socket by which ``helmsman status`` and ``why`` reach the run."""
+        try:
+            return ControlSocket(self._run.id, self.answer)
+        except OSError as error:
+            log.warning(
+                "run %s has no control socket, so helmsman why cannot ask it: %s",
+                self._run.id,
+                error,
+            )
+            return None
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    def calls_of(self, role: str, worker_id: str, method: str) -> CallAccount:
+        return CallAccount(self._activity, role, worker_id, method)
+
+    def operation(
+        self, kind: str, detail: str, waits_for: Callable[[], str] = lambda: ""
+    ) -> contextlib.AbstractContextManager[None]:
+        return self._activity.phase(kind, detail, waits_for)
 
     @checked
     def watch(self, policy: HangPolicy) -> None:
@@ -79,20 +141,22 @@ class RunView(RunReporter):
 
     @checked
     def phase(self, kind: str, detail: str = "") -> contextlib.AbstractContextManager[None]:
-        return self._run.activity.phase(kind, detail)
+        return self._activity.phase(kind, detail)
 
     @checked
     def figure(self, name: str, value: object) -> None:
-        self._run.activity.facts[name] = str(value)
+        self._activity.facts[name] = str(value)
 
     def record(self, kind: int, name: str, number: int = 0, value: float = 0.0) -> None:
-        self._run.recorder.note(kind, self._run.recorder.name(name), number, value)
+        self._recorder.note(kind, self._recorder.name(name), number, value)
 
     @checked
     def describe_by(
         self, role: str, describe: _Describe, operated: _Operated = lambda: None
     ) -> None:
         self._described[role] = describe, operated
+
+    # --- queries ----------------------------------------------------------------------------------
 
     def look(self) -> list[Still]:
         """Note and record the progress of episodes, sessions, tool calls and rewards."""
@@ -167,7 +231,7 @@ class RunView(RunReporter):
             rollouts, loop_stack = [], thread_stack_of(LOOP_THREAD)
             chosen, error = self._chosen(role).items(), "Helmsman's event loop does not run"
             workers = [self._worker(each, client, None, None, error) for client, each in chosen]
-        activity, limit_s = self._run.activity, self.hang_policy.limit_s
+        activity, limit_s = self._activity, self.hang_policy.limit_s
         phases = [
             each
             if each.median_s is None
@@ -240,7 +304,7 @@ class RunView(RunReporter):
         now = time.monotonic()
         calls = []
         for call in sorted(client.in_flight.copy().values(), key=lambda each: each.started):
-            median_s = self._run.activity.calls_of(role.name, call.method).median_s
+            median_s = self._activity.calls_of(role.name, call.method).median_s
             calls.append(
                 OpenCall(
                     name=call.name,
@@ -266,12 +330,3 @@ class RunView(RunReporter):
             error=error or client.end_cause,
             report=report,
         )
-
-
-async def ask_all(
-    clients: Mapping[str, WorkerClient], verb: Verb, limit_s: float | None = None
-) -> dict[str, Any]:
-    """Send a control verb to workers; returns their answers or errors by worker id."""
-    asked = (client.control(verb, limit_s=limit_s) for client in clients.values())
-    answers = await asyncio.gather(*asked, return_exceptions=True)
-    return dict(zip(clients, answers, strict=True))

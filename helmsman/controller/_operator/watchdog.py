@@ -10,19 +10,20 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from helmsman.api.run_state import HangPolicy, RunSnapshot
 from helmsman.controller._aio.event_loop import run_on_loop
 from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
 from helmsman.controller._diagnosis.evidence import seconds
 from helmsman.controller._diagnosis.texts import stacks_text, why_text
+from helmsman.controller._operator.activity import Activity
+from helmsman.controller._operator.open_items import Still
+from helmsman.controller._operator.outside import complete
 from helmsman.controller._schedulers.backend import Run
-from helmsman.controller._schedulers.open_items import Still
-from helmsman.controller._schedulers.outside import complete
 from helmsman.controller._schedulers.roles import RoleRegistry
-from helmsman.controller._schedulers.run_view import RunView
 from helmsman.controller._transport.client import PendingCall
 from helmsman.rpc_server._process.safe_files import open_log
 
@@ -41,11 +42,23 @@ class _Overdue(NamedTuple):
     age_s: float
 
 
+class View(Protocol):
+    """The view of a run that a watchdog reports from."""
+
+    hang_policy: HangPolicy
+
+    def look(self) -> list[Still]:
+        """Return the open items that nothing known explains."""
+
+    def snapshot(self, *, reports: bool) -> RunSnapshot:
+        """Return the state of the run."""
+
+
 class Watchdog:
     """Looks at the open calls, phases and items of a run on a thread of its own."""
 
-    def __init__(self, run: Run, roles: RoleRegistry, view: RunView) -> None:
-        self._run, self._roles, self._view = run, roles, view
+    def __init__(self, run: Run, roles: RoleRegistry, activity: Activity, view: View) -> None:
+        self._run, self._roles, self._activity, self._view = run, roles, activity, view
         self._reported: set[object] = set()
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="helmsman-watchdog", daemon=True).start()
@@ -73,7 +86,7 @@ class Watchdog:
                     log.exception("run %s: the report of a hang failed", self._run.id)
 
     def _overdue(self, still: list[Still]) -> Iterator[_Overdue]:
-        now, activity, policy = time.monotonic(), self._run.activity, self._view.hang_policy
+        now, activity, policy = time.monotonic(), self._activity, self._view.hang_policy
         found = list[tuple[_Overdue, float | None]]()
         for role in self._roles:
             for client in role.clients.values():

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import msgspec
 
+from helmsman.api.observer import SCRIPT
 from helmsman.api.run_state import ProcessReport, RunSnapshot, WorkerSnapshot
 from helmsman.api.workers import WorkerHealth
 from helmsman.controller._node.run_registry import RunRecord
-from helmsman.controller._schedulers.run_view import SCRIPT
 from helmsman.controller._transport.health import as_health
 from helmsman.rpc_server._host.examination import node_facts
 from helmsman.rpc_server._process.guardian import mark_of, process_of, process_table, run_members
