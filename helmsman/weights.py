@@ -3,10 +3,10 @@
 from helmsman.api.weights import WeightFormat as WeightFormat
 from helmsman.controller._weight_sync.sync import SyncReport as SyncReport
 from helmsman.controller._weight_sync.sync import WeightSync as WeightSync
+from helmsman.controller._weight_sync.transport import ViaDisk as ViaDisk
+from helmsman.controller._weight_sync.transport import ViaMemory as ViaMemory
 from helmsman.controller._weight_sync.via_collective import ViaCollective as ViaCollective
 from helmsman.controller._weight_sync.via_device import ViaDevice as ViaDevice
-from helmsman.controller._weight_sync.via_storage import ViaDisk as ViaDisk
-from helmsman.controller._weight_sync.via_storage import ViaMemory as ViaMemory
 
 __all__ = [
     "SyncReport",

@@ -24,9 +24,8 @@ from helmsman import (
 from helmsman.api.workers import WorkerState
 from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import WeightSync
-from helmsman.controller._weight_sync.transport import WeightTransport
+from helmsman.controller._weight_sync.transport import ViaDisk, ViaMemory, WeightTransport
 from helmsman.controller._weight_sync.via_collective import ViaCollective
-from helmsman.controller._weight_sync.via_storage import ViaDisk, ViaMemory
 from tests.engines.small_models import QWEN2, random_tokens
 
 ENGINES = "tests.controller.sync_engines"

@@ -12,14 +12,13 @@ import collections
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from helmsman.api.errors import HelmsmanError
+from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.run_state import RequestSnapshot, RolloutSnapshot
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.recall import abort_running, have_ended, recall_running
 from helmsman.controller._generation.request import Instance, RequestOptions, RequestState, Ticket
 from helmsman.controller._generation.request_lifecycle import Backend, RequestFlow
 from helmsman.controller._generation.retries import RetryPolicy
@@ -478,3 +477,58 @@ class GenerateScheduler:
             if ticket.is_running and ticket.instance is not None:
                 found.setdefault(ticket.instance.instance_id, []).append(ticket.request_id)
         return found
+
+
+async def recall_running(flow: RequestFlow, instances: Iterable[Instance]) -> None:
+    """Abort the running requests of these instances, to be queued again when they return."""
+    running: dict[Instance, list[Ticket]] = {}
+    for instance in instances:
+        for ticket in instance.tickets:
+            if ticket.is_running:
+                ticket.is_recalled = True
+                running.setdefault(instance, []).append(ticket)
+    await abort_running(flow, running)
+
+
+async def abort_running(flow: RequestFlow, running: Mapping[Instance, Sequence[Ticket]]) -> None:
+    """Abort these requests at their instances; ignore lost ones, whose loss ends requests."""
+    outcomes = await asyncio.gather(
+        *(_abort_at(flow, *each) for each in running.items()), return_exceptions=True
+    )
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, InstanceLostError):
+            raise outcome
+
+
+async def _abort_at(flow: RequestFlow, instance: Instance, tickets: Sequence[Ticket]) -> None:
+    """Abort requests at an instance; return when it replies or has none of them left.
+
+    The second condition is for a dead instance, which may never reply.
+    """
+    call = flow.abort_at(instance, tickets)
+    left = asyncio.ensure_future(
+        flow.until(lambda: all(ticket.instance is not instance for ticket in tickets))
+    )
+    try:
+        await asyncio.wait([call, left], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        left.cancel()
+    if call.done():
+        call.result()
+
+
+def have_ended(tickets: Iterable[Ticket]) -> Callable[[], bool]:
+    """Return a predicate: whether the attempts of these tickets that run now have ended.
+
+    It is polled often, so all its calls together look at each ticket about once.
+    """
+    attempts = [(ticket, ticket.num_attempts) for ticket in tickets if ticket.is_running]
+
+    def ended() -> bool:
+        while attempts and not (
+            attempts[-1][0].is_running and attempts[-1][0].num_attempts == attempts[-1][1]
+        ):
+            attempts.pop()
+        return not attempts
+
+    return ended

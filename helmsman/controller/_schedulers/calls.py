@@ -15,12 +15,12 @@ from helmsman.controller._aio.event_loop import forbid_blocking, run_async, run_
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.roles import RoleRegistry
 from helmsman.controller._transport.client import (
+    GroupPendingCall,
     WorkerClient,
     await_reply,
     request_ids,
     wait_for_reply,
 )
-from helmsman.controller._transport.group_call import GroupPendingCall
 from helmsman.controller._validation.argument_types import refusal, require_seconds
 from helmsman.rpc_server._host.handles import keep
 from helmsman.rpc_server._wire.codec import Packed, decode, encode, encode_arguments

@@ -32,7 +32,7 @@ from helmsman.controller._roles.role_controller import (
 from helmsman.controller._training.ranks import Ranks
 from helmsman.controller._validation.argument_types import checked
 from helmsman.controller._weight_sync.sync import WeightSync
-from helmsman.controller._weight_sync.via_storage import ViaExport
+from helmsman.controller._weight_sync.transport import ViaExport
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,17 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
 
-from helmsman._base.stream import WOULD_BLOCK
+from helmsman._base.stream import WOULD_BLOCK, Stream
 from helmsman.api.errors import ProtocolError, WorkerBacklogError
 from helmsman.controller._aio.event_loop import Deadline, run_in_executor, threads_awaited
 from helmsman.controller._transport.base import (
@@ -26,13 +27,23 @@ from helmsman.controller._transport.base import (
     TransportLostError,
     WorkerProcess,
 )
-from helmsman.controller._transport.connector import Connect, Connector
 from helmsman.rpc_server._server.channel import can_carry
 from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.memory import populate
 from helmsman.rpc_server._wire.messages import Reply
 from helmsman.rpc_server._wire.segments import ShmSegment
-from helmsman.rpc_server._wire.wire import FrameReader, Outgoing, Session, decode_reply, from_wire
+from helmsman.rpc_server._wire.wire import (
+    HELLO,
+    LENGTH_BYTES,
+    WELCOME,
+    FrameReader,
+    Outgoing,
+    Session,
+    decode_reply,
+    from_wire,
+    pack_length,
+    unpack_length,
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +66,49 @@ def backlog_limit_bytes() -> int:
     earlier request is waiting.
     """
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+_GREET_S = 5.0
+
+Connect = Callable[[], Awaitable[socket.socket]]
+"""Opens an authenticated connection, plain or TLS. Raises OSError or ProtocolError."""
+
+
+class Connector:
+    """Connects to a worker and exchanges the first messages, which name the session.
+
+    Attempts are numbered, so that the worker refuses one that arrives after a later one.
+    """
+
+    def __init__(self, connect: Connect) -> None:
+        self.connect = connect
+        self.token = secrets.token_bytes(16)
+        """Identifies the session."""
+        self._num_attempts = 0
+
+    async def open(self, num_received: int) -> tuple[socket.socket, int]:
+        """Connect; returns the socket and the number of messages that the worker has received.
+
+        ``num_received`` is the number that this end has received. Raises OSError or ProtocolError.
+        """
+        hello = HELLO.pack(self.token, self._num_attempts, num_received)
+        self._num_attempts += 1
+        stream = Stream(await self.connect())
+        try:
+            async with asyncio.timeout(_GREET_S):
+                stream.write(pack_length(HELLO.size) + hello)
+                welcome = await stream.read(unpack_length(await stream.read(LENGTH_BYTES)))
+            if len(welcome) != WELCOME.size:
+                raise ProtocolError(
+                    f"the worker's first message has {len(welcome)} bytes, expected {WELCOME.size}"
+                )
+        except EOFError as error:
+            stream.close()
+            raise ConnectionResetError("the worker closed the connection immediately") from error
+        except BaseException:
+            stream.close()
+            raise
+        return stream.detach(), WELCOME.unpack(welcome)[0]
 
 
 class SidePath(Protocol):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api import errors
-from helmsman.api.fan_out import lead_of
+from helmsman.api.fan_out import Fanout, lead_of
 from helmsman.api.observer import UNOBSERVED, CallObserver
 from helmsman.api.scheduler import (
     PreemptionNotice,
@@ -31,13 +31,13 @@ from helmsman.controller._aio.event_loop import (
     background_loop,
     forbid_blocking,
     mailbox_of,
+    run_in_executor,
     run_on_loop,
 )
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
-from helmsman.controller._transport.late_calls import LateCalls
-from helmsman.rpc_server._wire.codec import Payload, decode, encode
+from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing
 
@@ -53,6 +53,133 @@ _UNKNOWN_YET = Ending(
 )
 request_ids = itertools.count(1)
 """Unique in this process, so that several workers can be sent the same request."""
+
+
+_WITHDRAWAL_S = 0.1
+"""Longest wait for the withdrawal of a queued call, so that its timeout error can report it."""
+_LATE_ANSWER_S = 60.0
+"""Limit for a worker to withdraw or locate a late call; the caller does not wait for it."""
+
+
+class LateCalls:
+    """The calls of one worker that are about to time out, or have timed out.
+
+    Args:
+        worker_id: Id of the worker.
+        log_path: Its log file, for errors.
+        control: Sends a control verb to it and returns the reply.
+        in_background: Runs a coroutine as a task.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        log_path: str,
+        control: Callable[..., Coroutine[Any, Any, Any]],
+        in_background: Callable[
+            [Coroutine[Any, Any, CallState | None]], asyncio.Task[CallState | None]
+        ],
+    ) -> None:
+        self._worker_id, self._log_path = worker_id, log_path
+        self._control, self._in_background = control, in_background
+        self.overdue: set[int] = set()
+        """Ids of timed-out requests that are still unanswered."""
+        self._to_locate: list[int] = []
+        self._locating: asyncio.Task[dict[int, CallState]] | None = None
+        """The pending INSPECT request for all of ``_to_locate``, until it is sent."""
+
+    async def locate(self, request_id: int, limit_s: float) -> CallState | None:
+        """Ask the worker for the state of a call; None without a reply in time.
+
+        Calls located at the same time share one request.
+        """
+        self._to_locate.append(request_id)
+        if self._locating is None:
+            self._locating = asyncio.ensure_future(self._locate_all(limit_s))
+        found = await asyncio.shield(self._locating)
+        return found.get(request_id)
+
+    async def _locate_all(self, limit_s: float) -> dict[int, CallState]:
+        await asyncio.sleep(0)  # collects the calls that become late at the same time
+        request_ids, self._to_locate, self._locating = self._to_locate, [], None
+        try:
+            found: dict[int, CallState] = await self._control(
+                Verb.INSPECT, request_ids, limit_s=limit_s
+            )
+        except errors.CallError:  # the timeout errors are raised without the calls' states
+            return {}
+        return found
+
+    async def error_of(
+        self,
+        request: Request,
+        elapsed_s: float,
+        limit_s: float,
+        source: str,
+        seen: CallState | None,
+        *,
+        may_withdraw: bool,
+    ) -> errors.CallTimeoutError:
+        """Make the error of a timed-out call.
+
+        A call that has not begun is withdrawn if ``may_withdraw``, and the error waits briefly for
+        that. ``source`` names the setting of the limit; ``seen`` is the result of ``locate``.
+        """
+        state, stack = "it did not reply within the limit", ""
+        if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
+            if seen is None:
+                state = "the state of the call is unknown; it is logged once the worker reports it"
+            if may_withdraw or seen is None:
+                found = self._in_background(
+                    self._follow(
+                        request, elapsed_s, is_seen=seen is not None, may_withdraw=may_withdraw
+                    )
+                )
+                if seen is not None and seen.state != "running":
+                    await asyncio.wait([found], timeout=_WITHDRAWAL_S)
+                    seen = found.result() or seen if found.done() else seen
+        if seen is not None:
+            state, stack = seen.describe(may_withdraw=may_withdraw), seen.stack
+        return errors.CallTimeoutError(
+            worker_id=self._worker_id,
+            engine_name=request.engine_name,
+            method=request.method or request.verb.value,
+            elapsed_s=elapsed_s,
+            limit_s=limit_s,
+            limit_source=source,
+            worker_alive=seen is not None,
+            state=state,
+            stack=stack,
+            log_path=self._log_path,
+        )
+
+    async def _follow(
+        self, request: Request, elapsed_s: float, *, is_seen: bool, may_withdraw: bool
+    ) -> CallState | None:
+        """Withdraw or locate a late call; log its state if the error could not report it.
+
+        Returns None without a reply.
+        """
+        call: CallState | None = None
+        with contextlib.suppress(errors.CallError):
+            if may_withdraw:
+                call = await self._control(Verb.CANCEL, request.id, limit_s=_LATE_ANSWER_S)
+            else:
+                call = await self.locate(request.id, _LATE_ANSWER_S)
+        if call is not None and call.state == "withdrawn":
+            self.overdue.discard(request.id)
+        if call is not None and not is_seen:
+            place = call.describe(may_withdraw=may_withdraw)
+            stack = f"; its engine thread is at:\n{call.stack}" if call.stack else ""
+            log.warning(
+                "%s: %s timed out after %.2f s: %s%s",
+                self._worker_id,
+                dotted(request.engine_name, request.method or request.verb.value),
+                elapsed_s,
+                place,
+                stack,
+            )
+        return call
 
 
 class WorkerClient:
@@ -486,3 +613,51 @@ async def await_reply(
     finally:
         timer.cancel()
     return call.result()
+
+
+class GroupPendingCall(PendingCall):
+    """One request of a group, which enforces a common deadline."""
+
+    __slots__ = ("_group", "_is_answered", "_worker_id")
+
+    def __init__(
+        self, client: WorkerClient, outgoing: Outgoing, group: Fanout, worker_id: str
+    ) -> None:
+        self._group = group
+        self._is_answered = False
+        self._worker_id = worker_id  # with colocation the client has the target role's id
+        group.pending[worker_id] = self
+        super().__init__(client, outgoing, group.started)
+
+    def cancel(self) -> None:
+        """The caller no longer waits; a sent request continues."""
+
+    def _succeeded(self, payload: Payload) -> bool:
+        if is_plain(payload):
+            self._group.succeeded(self._worker_id, decode(payload))
+        else:
+            self._is_answered = True
+            self._client.in_background(self._decode(payload))
+        return True
+
+    async def _decode(self, payload: Payload) -> None:
+        """Unpickle a result off the loop, since it may be large and import modules."""
+        try:
+            value = await run_in_executor(decode, payload)
+        except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
+            self._group.failed(self._worker_id, error)
+        else:
+            self._group.succeeded(self._worker_id, value)
+
+    def give_up(self, limit_s: float, source: str) -> None:
+        if not self._is_answered:
+            # A rank that has begun its call, or may have, could wait for this one in a collective.
+            group = self._group
+            is_safe = len(group.pending) == 1 or all(
+                call.is_waiting for call in group.pending.values()
+            )
+            self._may_withdraw = is_safe and not group.results
+            super().give_up(limit_s, source)
+
+    def _fail(self, error: Exception) -> None:
+        self._group.failed(self._worker_id, error)

@@ -11,8 +11,7 @@ import msgspec
 from helmsman.api.fan_out import Fanout
 from helmsman.api.scheduler import ProcessState, WorkerHealth
 from helmsman.controller._aio.event_loop import Deadline
-from helmsman.controller._transport.client import WorkerClient, request_ids
-from helmsman.controller._transport.group_call import GroupPendingCall
+from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, request_ids
 from helmsman.rpc_server._process.pulse import Seen, read
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Request, Verb

@@ -25,11 +25,11 @@ from helmsman.controller._weight_sync.transport import (
     Outcome,
     Push,
     Transferred,
+    ViaMemory,
     WeightTransport,
     devices_of,
     members_of,
 )
-from helmsman.controller._weight_sync.via_storage import ViaMemory
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import run_async
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport import channel as channel_module
-from helmsman.controller._transport import connector as connector_module
 from helmsman.controller._transport import health as health_module
 from helmsman.controller._transport.base import TransportLostError
 from helmsman.controller._transport.channel import Channel
@@ -235,7 +234,7 @@ async def test_channel_attempts_read_late(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connector_module, "_GREET_S", 0.05)
+    monkeypatch.setattr(channel_module, "_GREET_S", 0.05)
     worker = make_worker("unix")
     connections = Connections(worker)
     channel = await connections.channel()

@@ -26,9 +26,9 @@ from helmsman.api.errors import CallTimeoutError, MethodNotFoundError, RequestsI
 from helmsman.api.weights import WeightFormat
 from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import WeightSync
+from helmsman.controller._weight_sync.transport import ViaDisk
 from helmsman.controller._weight_sync.via_collective import ViaCollective
 from helmsman.controller._weight_sync.via_device import ViaDevice
-from helmsman.controller._weight_sync.via_storage import ViaDisk
 from tests.contract.helpers import has_stopped, stop, wait_until
 from tests.controller.sync_cases import (
     BUCKETS,

@@ -12,8 +12,8 @@ from helmsman import Scheduler, SupervisionPolicy, make_scheduler
 from helmsman.api.weights import WeightFormat
 from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import WeightSync
+from helmsman.controller._weight_sync.transport import ViaDisk, ViaMemory
 from helmsman.controller._weight_sync.via_collective import ViaCollective
-from helmsman.controller._weight_sync.via_storage import ViaDisk, ViaMemory
 from tests.contract.helpers import stop, wait_until
 from tests.controller.sync_cases import (
     InFlight,

@@ -17,8 +17,8 @@ from helmsman import HelmsmanError, RetryGeneration, SamplingParams, Scheduler, 
 from helmsman.api.generation import GenerationResult
 from helmsman.api.weights import WeightFormat
 from helmsman.controller._weight_sync.sync import SyncReport, WeightSync
+from helmsman.controller._weight_sync.transport import ViaDisk, ViaMemory
 from helmsman.controller._weight_sync.via_collective import ViaCollective
-from helmsman.controller._weight_sync.via_storage import ViaDisk, ViaMemory
 from tests.controller.sync_engines import KILL
 from tests.controller.sync_world import PROMPT, World
 from tests.engines.small_models import LLAMA, VOCAB
