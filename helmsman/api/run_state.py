@@ -286,10 +286,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since this began."""
     head: str
     """Address of the head's supervisor; '' with one node."""
-    is_apart: bool = False
-    """Whether the connection to the head is not there."""
     missing: str = ""
-    """Nodes that have not joined, as text."""
+    """Nodes that do not answer or have not joined, as text."""
     processes: dict[str, tuple[int, str]] = {}
     """raylet, gcs_server and script -> pid and state in /proc, of those that run."""
 

@@ -53,7 +53,6 @@ async def join(head: Node, rank: int, port: int | None = None) -> PeerConnection
             count=head.plan.identity.count,
             hostname=f"node-{rank}",
             address="127.0.0.1",
-            process=f"process-of-{rank}",
             versions=VERSIONS,
             num_devices=0,
             device_kind="GPU",
@@ -91,6 +90,7 @@ async def test_control_port_relay_injects_end(head: Node, proxy: Proxy) -> None:
     with pytest.raises(PeerLostError, match="the connection was closed"):
         await receive_end(link)
     await link.close()
+    await asyncio.to_thread(head.said, "127.0.0.1), connection lost")
     await (await join(head, 1)).close()
 
 

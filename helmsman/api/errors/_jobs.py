@@ -330,7 +330,7 @@ class BootstrapExit(enum.IntEnum):
     RAY_DIED = 93
     """Ray's processes on this node have ended, or did not start."""
     HEAD_LOST = 94
-    """The head is unreachable; this node cannot determine whether the run continues."""
+    """The connection to the head is lost; whether the run continues there is unknown."""
     CLUSTER_MISMATCH = 95
     """The Ray cluster at the address belongs to another run."""
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import hmac
 import socket
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -31,12 +32,8 @@ class LinkTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """Time for a head to accept, and the same again for authentication."""
     heartbeat_s: float = 1.0
     """Interval between heartbeats."""
-    silent_s: float = 12.0
-    """A peer that is silent for longer is unreachable."""
-    refused_s: float = 1.0
-    """A host that refuses connections for longer no longer runs a head."""
-    unreachable_s: float = 6.0
-    """Time for which a node tries to reach a silent head."""
+    silent_s: float = 15.0
+    """A peer that is silent for longer is lost."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -48,23 +45,13 @@ class Hello(Message, frozen=True, kw_only=True):
     count: int
     hostname: str
     address: str
-    process: str
-    """Id of the node's part of the run, which distinguishes a reconnected node from another node of
-    the same rank.
-    """
     versions: Mapping[str, str]
     num_devices: int
     device_kind: str
-    run_id: str = ""
-    """Id of the run that the node belonged to before the connection was lost."""
-    has_joined: bool = False
-    """Whether the node's Ray was up before the connection was lost."""
 
 
 class Refused(Message, frozen=True):
     reason: str
-    ended: bool = False
-    """Whether the node belonged to an earlier run on this port, which has ended."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -125,7 +112,7 @@ class PeerConnection:
         self._length: int | None = None
         """Length of a message whose header was read when a reader was cancelled."""
         self._heartbeats = asyncio.ensure_future(self._send_heartbeats())
-        self._heard = asyncio.Event()
+        self._heard_at = time.monotonic()
 
     def send(self, message: Message) -> None:
         """Send without waiting; the message is lost if the connection breaks."""
@@ -158,16 +145,14 @@ class PeerConnection:
                 raise PeerLostError(str(error)) from error
             except msgspec.MsgspecError as error:
                 raise PeerLostError(f"a message of another version of Helmsman: {error}") from error
-            self._heard.set()
+            self._heard_at = time.monotonic()
             if not isinstance(message, Heartbeat):
                 return message
 
-    async def is_heard(self) -> bool:
-        """Return whether the peer sends anything within two heartbeats; another task receives."""
-        self._heard.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._heard.wait(), 2.0 * self._timeouts.heartbeat_s)
-        return self._heard.is_set()
+    @property
+    def is_silent(self) -> bool:
+        """Whether the peer has sent nothing for two heartbeats, as received until now."""
+        return time.monotonic() - self._heard_at > 2.0 * self._timeouts.heartbeat_s
 
     async def _send_heartbeats(self) -> None:
         while self._stream.is_open:

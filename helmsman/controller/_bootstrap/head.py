@@ -242,11 +242,10 @@ class Head:
                 return
             if refusal := self._why_not(hello):
                 connection.send(refusal)
-                if not refusal.ended:
-                    self._report(
-                        f"rank {hello.rank} ({hello.hostname} {hello.address}) is rejected: "
-                        f"{refusal.reason}"
-                    )
+                self._report(
+                    f"rank {hello.rank} ({hello.hostname} {hello.address}) is rejected: "
+                    f"{refusal.reason}"
+                )
                 return
             await self._attend(hello, connection)
         except PeerLostError:
@@ -256,8 +255,6 @@ class Head:
 
     def _why_not(self, hello: Hello) -> Refused | None:
         plan, here = self._plan, self._plan.identity
-        if hello.run_id and hello.run_id != plan.run_id:
-            return Refused("the run to which it belonged has ended", ended=True)
         if hello.count != here.count:
             return Refused(f"it expects {hello.count} nodes, the head expects {here.count}")
         if not 0 < hello.rank < here.count:
@@ -266,7 +263,7 @@ class Head:
                 f"{here.count - 1}"
             )
         other = self._members.get(hello.rank)
-        if other is not None and other.state != "lost" and other.hello.process != hello.process:
+        if other is not None and other.state != "lost":
             return Refused(f"{other} is here already; every node needs a rank of its own")
         differing = [
             f"{name} {hello.versions.get(name, 'none')} there, {version} on the head"
@@ -280,15 +277,9 @@ class Head:
         return None
 
     async def _attend(self, hello: Hello, connection: PeerConnection) -> None:
-        if (before := self._members.get(hello.rank)) is not None:
-            self._spawn(before.connection.close())  # the node has abandoned that connection
-        member = self._members[hello.rank] = Member(
-            hello, connection, "joined" if hello.has_joined else "arrived"
-        )
+        member = self._members[hello.rank] = Member(hello, connection)
         if self._address:
             self._welcome(member)
-        if hello.run_id:
-            self._report(f"{member} has reconnected")
         try:
             while True:
                 message = await connection.receive()
@@ -297,7 +288,7 @@ class Head:
                 elif isinstance(message, Leaving):
                     self._leaves(member, message)
         except PeerLostError as error:
-            if self._members.get(hello.rank) is member and member.state != "lost":
+            if member.state != "lost":
                 member.state = "lost"
                 if self._began and not self._ending:
                     self._report(f"{member} is lost: {error}; the run continues without it")

@@ -46,13 +46,11 @@ class NodeDesk:
         if self._socket is not None:
             self._socket.close()
 
-    def note(self, text: str, *, missing: str = "", is_apart: bool = False) -> None:
-        """Set the current activity of the supervisor; the arguments are NodeSnapshot's fields."""
+    def note(self, text: str, *, missing: str = "") -> None:
+        """Set the current activity of the supervisor, and the nodes that it waits for."""
         if text != self._node.doing:
             self._began = time.monotonic()
-        self._node = msgspec.structs.replace(
-            self._node, doing=text, missing=missing, is_apart=is_apart
-        )
+        self._node = msgspec.structs.replace(self._node, doing=text, missing=missing)
 
     def answer(self, query: Query) -> RunSnapshot:
         """Return the state of the node; raises HelmsmanError for other queries."""

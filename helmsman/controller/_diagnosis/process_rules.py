@@ -86,7 +86,7 @@ def _stuck(
 
 
 def supervised_node(evidence: Evidence) -> Iterator[Finding]:
-    """A node of `helmsman up` waits for others, has lost the head, or has a stopped process."""
+    """A node of `helmsman up` waits for others, or has a stopped process."""
     run, node = evidence.now, evidence.now.node
     if node is None:
         return
@@ -97,14 +97,10 @@ def supervised_node(evidence: Evidence) -> Iterator[Finding]:
             step = _continue(pid) if state == "T" else step
             cause = f"The {name} of {here} is {STATES[state]}: process {pid} on {run.host}."
             yield Finding("process stopped", name, cause, step)
-    if node.since_s < _NODE_S or not (node.is_apart or node.missing):
-        return
-    step = "Look at the output of helmsman up on these nodes; --timeout gives them longer."
-    rule, subject, reason = "nodes missing", here, node.missing
-    if node.is_apart:
-        rule, subject, reason = "head unreachable", node.head, f"{node.head} does not answer"
-    cause = f"{here} on {run.host} {node.doing}: {reason}."
-    yield Finding(rule, subject, cause, step, since_s=node.since_s)
+    if node.since_s >= _NODE_S and node.missing:
+        step = "Look at the output of helmsman up on these nodes; --timeout gives them longer."
+        cause = f"{here} on {run.host} {node.doing}: {node.missing}."
+        yield Finding("nodes missing", here, cause, step, since_s=node.since_s)
 
 
 def event_loop(evidence: Evidence) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Fixtures: runs of several nodes on this machine, and cables between them."""
+"""Fixture: runs of several nodes on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.controller.bootstrap.nodes import Cable, MakeCable, MakeNodes, Nodes
+from tests.controller.bootstrap.nodes import MakeNodes, Nodes
 
 
 @pytest.fixture
@@ -25,16 +25,3 @@ def make_nodes(tmp_path: Path) -> Iterator[MakeNodes]:
     yield make
     for nodes in made:
         nodes.close()
-
-
-@pytest.fixture
-def make_cable() -> Iterator[MakeCable]:
-    made: list[Cable] = []
-
-    def make(port: int) -> Cable:
-        made.append(Cable(port))
-        return made[-1]
-
-    yield make
-    for cable in made:
-        cable.close()

@@ -1,4 +1,4 @@
-"""Nodes on this machine: plans, supervisors over fake Rays, and a cable that can be cut."""
+"""Nodes on this machine: plans, and supervisors over fake Rays."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import os
 import pickle
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,7 @@ from tests import zygote
 from tests.contract.helpers import ROOT, wait_until
 
 HERE = Path(__file__).parent
-TIMEOUTS = LinkTimeouts(
-    heartbeat_s=0.2, connect_s=1.0, silent_s=5.0, refused_s=0.3, unreachable_s=1.5
-)
+TIMEOUTS = LinkTimeouts(heartbeat_s=0.2, connect_s=1.0, silent_s=5.0)
 WAITS = """
 import os, signal, sys, time
 folder = sys.argv[1]
@@ -245,10 +241,9 @@ class Nodes:
         """Start all nodes, the head first."""
         return [self.start(rank) for rank in range(self.count)]
 
-    def start_running(self, port: int = 0) -> list[Node]:
-        """Start all nodes, and wait for the script. Ranks above 0 reach the head at ``port``."""
-        changes = {"control_port": port} if port else {}
-        nodes = [self.start(rank, **(changes if rank else {})) for rank in range(self.count)]
+    def start_running(self) -> list[Node]:
+        """Start all nodes, and wait for the script."""
+        nodes = self.start_all()
         self.wait_running()
         return nodes
 
@@ -305,75 +300,4 @@ class Nodes:
         self._leases.close()
 
 
-class Cable:
-    """Relays connections to a port until it is cut."""
-
-    def __init__(self, port: int) -> None:
-        self.target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._silent = False
-        self._deserted: set[socket.socket] = set()
-        self.is_given_up = threading.Event()
-        """Set when the far end has closed a connection that the near end had closed before."""
-        self._ends: list[tuple[socket.socket, socket.socket]] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near = self._listener.accept()[0]
-                if self._silent:
-                    self._ends.append((near, near))
-                    continue
-                try:
-                    far = socket.create_connection(("127.0.0.1", self.target))
-                except OSError:
-                    near.close()
-                    continue
-                self._ends.append((near, far))
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65_536):
-                with contextlib.suppress(OSError):
-                    # The near end may be closed; the far end is read to its end.
-                    sink.sendall(data)
-            if source in self._deserted:
-                self.is_given_up.set()
-        for end in {source, sink} - self._deserted:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def desert(self) -> None:
-        """Close the near ends alone, as when a firewall drops the state of a connection."""
-        for near, far in self._ends:
-            self._deserted.add(far)
-            with contextlib.suppress(OSError):  # it was cut before
-                near.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        """Close all connections, and relay new ones."""
-        for pair in self._ends:
-            for end in pair:
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-
-    def cut_and_swallow(self) -> None:
-        """Close all connections, and accept new ones without relaying them."""
-        self._silent = True
-        self.cut()
-
-    def close(self) -> None:
-        """End it."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for pair in self._ends:
-            for end in pair:
-                end.close()
-
-
 MakeNodes = Callable[..., Nodes]
-MakeCable = Callable[[int], Cable]

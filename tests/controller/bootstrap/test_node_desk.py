@@ -83,10 +83,11 @@ def test_desk_before_the_script(make_nodes: MakeNodes) -> None:
 
 def test_desk_of_node_without_head(make_nodes: MakeNodes) -> None:
     member = make_nodes(2).start(1)
-    diagnosis = until(member, "head unreachable")
+    diagnosis = until(member, "nodes missing")
     (finding,) = diagnosis.findings
-    assert finding.subject == f"{member.plan.identity.head}:{member.plan.control_port}"
-    assert "rank 1 of 2" in finding.cause
+    head = f"{member.plan.identity.head}:{member.plan.control_port}"
+    assert finding.subject == "rank 1 of 2"
+    assert f"looks for the head: rank 0 ({head}) does not answer" in finding.cause
     assert not diagnosis.is_healthy
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.controller.bootstrap.conftest import make_cable, make_nodes
+from tests.controller.bootstrap.conftest import make_nodes
 
-__all__ = ["make_cable", "make_nodes"]
+__all__ = ["make_nodes"]

@@ -45,7 +45,7 @@ def test_up_nodes_return_and_leave(make_hosts: MakeHosts) -> None:
     head.said("rank 1 (host1 10.77.0.2) leaves: Ray has died on this node: raylet has ended")
     assert not head.has_ended
     head.signal(signal.SIGKILL)
-    other.ends(0, "its head has exited", limit_s=5.0)
+    other.ends(94, "the head at host0:6380 is lost", limit_s=5.0)
     assert head.wait(GONE_S) == 137
     wait_until(lambda: not hosts[0].processes(), "no process is left on the head", GONE_S)
     hosts[0].up("--show-settings").ends(0)  # removes the folder of the killed run
@@ -59,7 +59,7 @@ def test_up_with_a_cut_cable(make_hosts: MakeHosts) -> None:
     head.said("the call is made")
     hosts.cut(1)
     head.said("the call is lost", limit_s=40.0)
-    cut.ends(94, "the head at host0:6380 cannot be reached", limit_s=30.0)
+    cut.ends(94, "the head at host0:6380 is lost", limit_s=30.0)
     wait_until(lambda: not hosts[1].left(), "nothing is left on the host that left", GONE_S)
     head.said("rank 1 (host1 10.77.0.2) is lost")
     head.signal(signal.SIGTERM)

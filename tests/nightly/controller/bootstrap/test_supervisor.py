@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import signal
 import socket
 
-import pytest
-
 from tests.contract.helpers import wait_gone
-from tests.controller.bootstrap.nodes import MakeCable, MakeNodes, script
+from tests.controller.bootstrap.nodes import MakeNodes, script
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
@@ -67,21 +64,6 @@ def test_supervisor_head_with_too_many_open_files(make_nodes: MakeNodes) -> None
     head.ends(0)
 
 
-def test_supervisor_first_connection_hangs(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
-    """The head has not detected the loss yet, and accepts the node that connects again."""
-    nodes = make_nodes(2, command=script("pass"))
-    nodes.behaviour(0, "waits")
-    cable = make_cable(nodes.port)
-    head = nodes.start(0)
-    member = nodes.start(1, control_port=cable.port)
-    member.said("answers; waiting")
-    cable.desert()
-    member.said("does not answer (the connection was closed)")
-    nodes.behaviour(0, "")
-    head.ends(0)
-    member.ends(0)
-
-
 def test_supervisor_ray_does_not_answer(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(1, timeout_s=0.5)
     nodes.behaviour(0, "unlisted")
@@ -112,38 +94,6 @@ def test_supervisor_member_stopped_without_a_head(make_nodes: MakeNodes) -> None
     member.said("does not answer")
     member.signal(TERM)
     member.ends(143, "this node received SIGTERM; it leaves")
-
-
-@pytest.mark.parametrize("secret", ["a token of this test", "another"])
-def test_supervisor_another_head_on_the_port(
-    make_nodes: MakeNodes, make_cable: MakeCable, secret: str
-) -> None:
-    """The node does not belong to a restarted head, nor to one of another job."""
-    nodes = make_nodes(2)
-    cable = make_cable(nodes.port)
-    head, member = nodes.start_running(cable.port)
-    with_other_port = make_nodes(2)
-    other = with_other_port.start(0, secret=secret)
-    other.said("not connected")
-    cable.target = with_other_port.port
-    cable.cut()
-    member.ends(0, "the run has ended: its head has exited, and another program has taken its port")
-    nodes.release()
-    head.ends(0)
-    other.signal(TERM)
-    other.ends(143)
-
-
-def test_supervisor_stopped_while_it_awaits_the_head(make_nodes: MakeNodes) -> None:
-    """A node whose Ray has ended waits for the end of its head, but not after SIGTERM."""
-    nodes = make_nodes(2, grace_s=0.1)
-    head, member = nodes.start_running()
-    head.signal(signal.SIGSTOP)
-    ray = member.ray["pid"]
-    os.kill(ray, KILL)
-    wait_gone({"its Ray": ray})
-    member.signal(TERM)
-    member.ends(143)
 
 
 def test_supervisor_member_killed_returns_too_late(make_nodes: MakeNodes) -> None:
