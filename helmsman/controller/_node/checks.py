@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
+from helmsman.api.plan import aligned
 from helmsman.controller._node.observation import (
     MEMORY_BESIDE_STORE,
     OBJECT_STORE_SHARE,
@@ -22,9 +22,48 @@ from helmsman.controller._node.observation import (
 
 State = Literal["ok", "warn", "bad"]
 
-
+_MARKS: Mapping[State, str] = {"ok": "ok", "warn": "WARN", "bad": "BAD"}
+"""Marks by state, the worst last."""
+_MEMORY_NEEDED = STORE_LEAST + MEMORY_BESIDE_STORE
 _FILES_WANTED = 65_536
 _TEMP_FREE_WANTED = 10 << 30
+MOST_SKEW_S = 1.0
+"""Clock difference between nodes above which logs and timeouts are hard to interpret."""
+
+_ADVICE: Mapping[str, str] = {
+    "launcher": "{seen.launcher_error}",
+    "address": "Runs of several nodes need one: give the network to this container or host",
+    "address: loopback": "No other host can reach a loopback address: name another by --interface",
+    "ray": "Only the local and inline schedulers work: pip install 'helmsman-rl[ray]'",
+    "cpus": "Less than one CPU is allowed: raise the limit of the container or the job",
+    "available memory": f"Ray does not start with less than {size(_MEMORY_NEEDED)}: end other "
+    "programs (ps aux --sort=-rss), remove files from /dev/shm, or raise the limit of the "
+    "container or the job",
+    "/dev/shm": "Ray's object store would take {store} (30 % of the available memory): enlarge it "
+    "(docker --shm-size, an emptyDir with medium Memory), or objects that do not fit spill to disk",
+    "open files: hard": f"A head of many nodes needs {_FILES_WANTED}: raise the hard limit of "
+    "{seen.open_files_hard} (LimitNOFILE of the service, docker --ulimit, limits.conf)",
+    "open files": f"A head of many nodes needs {_FILES_WANTED}: ulimit -n {_FILES_WANTED}",
+    "accelerators": "{num_devices} are expected: check the driver (nvidia-smi, npu-smi), the mask "
+    "variable and the devices of the container",
+    "temp folder": "Logs and spilled objects go there: name a folder with "
+    f"{size(_TEMP_FREE_WANTED)} by RAY_TMPDIR",
+    "socket paths": f"The system takes {SOCKET_PATH_BYTES}: name a shorter temp folder by "
+    "RAY_TMPDIR or TMPDIR",
+    "ports": "A head cannot listen there: choose another port, or stop the program that holds it "
+    "(ss -tlnp)",
+    "proxies": "gRPC would send Ray's messages there: put the nodes' addresses in no_proxy, or "
+    "unset them",
+    "shared memory: fresh": "This kernel grants no leases: large values take several times as long",
+    "shared memory": "Large values are copied through sockets: memfd needs Linux",
+}
+"""Problem -> advice. A problem is the name of its check, or begins with it."""
+_BAD = {"launcher", "available memory", "accelerators", "socket paths", "proxies"}
+"""Problems with which runs fail; the others are warnings."""
+
+_SAME = ("python", "helmsman", "ray", "torch", "transformers", "vllm")
+"""Checks with values that must be equal on all nodes; otherwise the cluster fails, now or later."""
+_ADVISED_SAME = ("kernel", "cpus", "memory", "accelerators", "open files", "shared memory")
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -38,171 +77,62 @@ class Check(msgspec.Struct, frozen=True):
 
 def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
     """Evaluate a node, which should have ``num_devices`` accelerators; None accepts any number."""
-    needed, wanted_shm = (
-        STORE_LEAST + MEMORY_BESIDE_STORE,
-        int(seen.memory_available * OBJECT_STORE_SHARE),
-    )
-    num_found = len(seen.devices)
-    memory = (
-        f"Ray does not start with less than {size(needed)}: end other programs (ps aux "
-        "--sort=-rss), remove files from "
-        "/dev/shm, or raise the limit of the container or the job"
-    )
-    shm = (
-        f"Ray's object store would take {size(wanted_shm)} (30 % of the available memory): "
-        "enlarge it (docker --shm-size, an "
-        "emptyDir with medium Memory), or objects that do not fit spill to disk"
-    )
-    files = f"A head of many nodes needs {_FILES_WANTED}: ulimit -n {_FILES_WANTED}"
-    if seen.open_files_hard < _FILES_WANTED:
-        files = (
-            f"A head of many nodes needs {_FILES_WANTED}: raise the hard limit of "
-            f"{seen.open_files_hard} (LimitNOFILE of the "
-            "service, docker --ulimit, limits.conf)"
-        )
-    devices = (
-        f"{num_devices} are expected: check the driver (nvidia-smi, npu-smi), the mask "
-        "variable and the devices of the container"
-    )
-    cpus = "Less than one CPU is allowed: raise the limit of the container or the job"
-    temp = (
-        f"Logs and spilled objects go there: name a folder with {size(_TEMP_FREE_WANTED)} by "
-        "RAY_TMPDIR"
-    )
-    ports = (
-        "A head cannot listen there: choose another port, or stop the program that holds it "
-        "(ss -tlnp)"
-    )
-    return [
-        _check("launcher", seen.launcher, bool(seen.launcher_error), seen.launcher_error, "bad"),
-        _address(seen),
-        _check("python", seen.python),
-        *_versions(seen),
-        _check("kernel", seen.kernel),
-        _check("cpus", f"{seen.cpus_allowed:g} of {seen.cpus}", seen.cpus_allowed < 1, cpus),
-        _check("memory", size(seen.memory)),
-        _check(
-            "available memory",
-            size(seen.memory_available),
-            seen.memory_available < needed,
-            memory,
-            "bad",
-        ),
-        _check(
-            "/dev/shm",
-            f"{size(seen.shm_free)} free of {size(seen.shm_total)}",
-            seen.shm_free < wanted_shm,
-            shm,
-        ),
-        _check(
-            "open files",
-            "unlimited" if seen.open_files >= UNLIMITED else str(seen.open_files),
-            seen.open_files < _FILES_WANTED,
-            files,
-        ),
-        _check(
-            "accelerators",
-            f"{num_found} {seen.device_kind} ({','.join(seen.devices)})" if num_found else "none",
-            num_devices not in (None, num_found),
-            devices,
-            "bad",
-        ),
-        _check(
-            "temp folder",
-            f"{seen.temp_dir}, {size(seen.temp_free)} free",
-            seen.temp_free < _TEMP_FREE_WANTED,
-            temp,
-        ),
-        *_socket_paths(seen),
-        _check(
-            "ports",
-            "; ".join(f"{port}: {reason}" for port, reason in seen.busy_ports.items())
-            or (
-                f"{', '.join(map(str, seen.tried_ports))} free"
-                if seen.tried_ports
-                else "none tried"
-            ),
-            bool(seen.busy_ports),
-            ports,
-        ),
-        _proxies(seen),
-        _SEGMENTS[seen.segments],
-    ]
+    found, proxies = seen.devices, [f"{name}={value}" for name, value in seen.proxies.items()]
+    busy = [f"{port}: {reason}" for port, reason in seen.busy_ports.items()]
+    tried = f"{', '.join(map(str, seen.tried_ports))} free" if seen.tried_ports else "none tried"
+    excepted = {each.strip() for each in seen.no_proxy.split(",")} - {""}
+    spared = ["not for this node"] if excepted & {"*", seen.address} else []
+    path_bytes = len(os.fsencode(seen.temp_dir)) + RAY_SOCKET_BYTES
+    store = int(seen.memory_available * OBJECT_STORE_SHARE)
+    segments = {"reused": "memfd, used again", "fresh": "memfd, used once", "none": "none"}
+    values = {
+        "launcher": seen.launcher,
+        "address": seen.address or "no route",
+        "python": seen.python,
+        **{name: version for name, version in seen.versions.items() if version},
+        "ray": seen.versions.get("ray") or "not installed",
+        "kernel": seen.kernel,
+        "cpus": f"{seen.cpus_allowed:g} of {seen.cpus}",
+        "memory": size(seen.memory),
+        "available memory": size(seen.memory_available),
+        "/dev/shm": f"{size(seen.shm_free)} free of {size(seen.shm_total)}",
+        "open files": "unlimited" if seen.open_files >= UNLIMITED else str(seen.open_files),
+        "accelerators": f"{len(found)} {seen.device_kind} ({','.join(found)})" if found else "none",
+        "temp folder": f"{seen.temp_dir}, {size(seen.temp_free)} free",
+        "socket paths": f"{path_bytes} bytes",
+        "ports": "; ".join(busy) or tried,
+        "proxies": ", ".join([*proxies, *spared] if proxies else ["none"]),
+        "shared memory": segments[seen.segments],
+    }
+    problems: dict[str, object] = {
+        "launcher": seen.launcher_error,
+        "address": not seen.address,
+        "address: loopback": seen.address.startswith("127."),
+        "ray": not seen.versions.get("ray"),
+        "cpus": seen.cpus_allowed < 1,
+        "available memory": seen.memory_available < _MEMORY_NEEDED,
+        "/dev/shm": seen.shm_free < store,
+        "open files: hard": seen.open_files_hard < _FILES_WANTED,
+        "open files": seen.open_files < _FILES_WANTED,
+        "accelerators": num_devices not in (None, len(found)),
+        "temp folder": seen.temp_free < _TEMP_FREE_WANTED,
+        "socket paths": path_bytes > SOCKET_PATH_BYTES,
+        "ports": busy,
+        "proxies": proxies and not spared,
+        "shared memory: fresh": seen.segments == "fresh",
+        "shared memory": seen.segments == "none",
+    }
+    # The first problem of a check counts.
+    found_by = {each.partition(":")[0]: each for each in reversed(problems) if problems[each]}
+    facts = {"seen": seen, "store": size(store), "num_devices": num_devices}
 
+    def check(name: str, value: str) -> Check:
+        if (problem := found_by.get(name)) is None:
+            return Check(name, value)
+        state: State = "bad" if problem in _BAD else "warn"
+        return Check(name, value, state, _ADVICE[problem].format(**facts))
 
-_SEGMENTS = {
-    "reused": Check("shared memory", "memfd, used again"),
-    "fresh": Check(
-        "shared memory",
-        "memfd, used once",
-        "warn",
-        "This kernel grants no leases: large values take several times as long",
-    ),
-    "none": Check(
-        "shared memory",
-        "none",
-        "warn",
-        "Large values are copied through sockets: memfd needs Linux",
-    ),
-}
-
-
-def _check(
-    name: str, value: str, is_wrong: bool = False, advice: str = "", state: State = "warn"
-) -> Check:
-    return Check(name, value, state, advice) if is_wrong else Check(name, value)
-
-
-def _address(seen: Observed) -> Check:
-    if not seen.address:
-        return Check(
-            "address",
-            "no route",
-            "warn",
-            "Runs of several nodes need one: give the network to this container or host",
-        )
-    advice = "No other host can reach a loopback address: name another by --interface"
-    return _check("address", seen.address, seen.address.startswith("127."), advice)
-
-
-def _versions(seen: Observed) -> list[Check]:
-    checks = [Check(name, version) for name, version in seen.versions.items() if version]
-    if not seen.versions.get("ray"):
-        advice = "Only the local and inline schedulers work: pip install 'helmsman-rl[ray]'"
-        checks.append(Check("ray", "not installed", "warn", advice))
-    return checks
-
-
-def _socket_paths(seen: Observed) -> list[Check]:
-    length = len(os.fsencode(seen.temp_dir)) + RAY_SOCKET_BYTES
-    if length <= SOCKET_PATH_BYTES:
-        return []
-    advice = (
-        f"The system takes {SOCKET_PATH_BYTES}: name a shorter temp folder by RAY_TMPDIR or TMPDIR"
-    )
-    return [Check("socket paths", f"{length} bytes", "bad", advice)]
-
-
-def _proxies(seen: Observed) -> Check:
-    if not seen.proxies:
-        return Check("proxies", "none")
-    names = ", ".join(f"{name}={value}" for name, value in seen.proxies.items())
-    spared = [each.strip() for each in seen.no_proxy.split(",")]
-    if "*" in spared or (seen.address and seen.address in spared):
-        return Check("proxies", f"{names}, not for this node")
-    advice = (
-        "gRPC would send Ray's messages there: put the nodes' addresses in no_proxy, or unset them"
-    )
-    return Check("proxies", names, "bad", advice)
-
-
-MOST_SKEW_S = 1.0
-"""Clock difference between nodes above which logs and timeouts are hard to interpret."""
-
-_SAME_EVERYWHERE = ("python", "helmsman", "ray", "torch", "transformers", "vllm")
-"""Values that must be equal on all nodes; otherwise the cluster fails at start or later."""
-_ADVISED_SAME = ("kernel", "cpus", "memory", "accelerators", "open files", "shared memory")
-_RANKS: Mapping[State, int] = {"ok": 0, "warn": 1, "bad": 2}
+    return [check(*row) for row in values.items()]
 
 
 class Examined(msgspec.Struct, frozen=True):
@@ -217,23 +147,17 @@ class Diagnosis(msgspec.Struct, frozen=True):
     @property
     def state(self) -> State:
         checks = [check for node in self.nodes for check in node.checks] + self.between
-        return max((check.state for check in checks), key=_RANKS.__getitem__, default="ok")
+        return max((check.state for check in checks), key=list(_MARKS).index, default="ok")
 
     def report(self, *, everything: bool = False) -> str:
         """Format the table of a single node, or the failed checks and differences of several."""
         if len(self.nodes) == 1:
-            return "\n".join([_table(self.nodes[0].checks), *_advice(self.nodes[0].checks)])
+            return _table(self.nodes[0].checks)
         lines = [f"{len(self.nodes)} nodes"]
         for node in self.nodes:
             shown = [check for check in node.checks if everything or check.state != "ok"]
-            lines += [
-                "",
-                f"{node.node}: {'in order' if not shown else ''}".rstrip(),
-                *([_table(shown)] if shown else []),
-            ]
-            lines += _advice(shown)
-        lines += ["", "between the nodes:", _table(self.between), *_advice(self.between)]
-        return "\n".join(lines)
+            lines += ["", f"{node.node}:\n{_table(shown)}" if shown else f"{node.node}: in order"]
+        return "\n".join([*lines, "", "between the nodes:", _table(self.between)])
 
 
 def diagnose(
@@ -260,29 +184,19 @@ def diagnose(
 
 def _between(nodes: Sequence[Examined], skews_s: Mapping[str, float]) -> list[Check]:
     checks = []
-    values = {node.node: {check.name: check.value for check in node.checks} for node in nodes}
-    for name in (*_SAME_EVERYWHERE, *_ADVISED_SAME):
-        found = {node: each.get(name, "not installed") for node, each in values.items()}
-        (usual, num_usual), *_ = Counter(found.values()).most_common()
-        if num_usual == len(found):
-            continue
-        others = {
-            value: [node for node, own in found.items() if own == value]
-            for value in found.values()
-            if value != usual
-        }
-        value = "; ".join(
-            [
-                f"{usual} on most",
-                *(f"{value} on {', '.join(where)}" for value, where in others.items()),
-            ]
-        )
-        if name in _SAME_EVERYWHERE:
+    for name in (*_SAME, *_ADVISED_SAME):
+        where: dict[str, list[str]] = {}
+        for node in nodes:
+            value = next((each.value for each in node.checks if each.name == name), "not installed")
+            where.setdefault(value, []).append(node.node)
+        usual = max(where, key=lambda value: len(where[value]))
+        others = [f"{value} on {', '.join(on)}" for value, on in where.items() if value != usual]
+        value = "; ".join([f"{usual} on most", *others])
+        if others and name in _SAME:
             checks.append(Check(name, value, "bad", "Install the same version on every node"))
-        else:
-            checks.append(
-                Check(name, value, "warn", "If this is not intended, check the nodes that differ")
-            )
+        elif others:
+            advice = "If this is not intended, check the nodes that differ"
+            checks.append(Check(name, value, "warn", advice))
     if skews_s:
         spread = max(skews_s.values()) - min(skews_s.values())
         value, ahead = f"{spread:.2f} s apart", max(skews_s, key=lambda node: skews_s[node])
@@ -295,16 +209,7 @@ def _between(nodes: Sequence[Examined], skews_s: Mapping[str, float]) -> list[Ch
 
 
 def _table(checks: Sequence[Check]) -> str:
-    width = max((len(check.name) for check in checks), default=0)
-    marks: Mapping[State, str] = {"ok": "ok  ", "warn": "WARN", "bad": "BAD "}
-    return "\n".join(
-        f"  {marks[check.state]}  {check.name.ljust(width)}  {check.value}" for check in checks
-    )
-
-
-def _advice(checks: Sequence[Check]) -> list[str]:
-    return [
-        f"  {check.name}: {check.advice.rstrip('.')}."
-        for check in checks
-        if check.advice and check.state != "ok"
-    ]
+    """Format checks as a table, with the advice for each problem below."""
+    rows = aligned([(f"  {_MARKS[each.state]}", each.name, each.value) for each in checks])
+    advice = [f"  {each.name}: {each.advice.rstrip('.')}." for each in checks if each.advice]
+    return "\n".join([rows, *advice])
