@@ -18,6 +18,7 @@ from helmsman.api.plan import Plan, Shortfall, aligned
 from helmsman.api.scheduler import Job
 from helmsman.api.version import __version__
 from helmsman.controller._bootstrap.up import add_command as add_up
+from helmsman.controller._bootstrap.up import node_options
 from helmsman.controller._node.checks import diagnose
 from helmsman.controller._node.environment import forwarding_report
 from helmsman.controller._node.observation import HEAD_PORTS, Observed, observe, skew_s
@@ -86,26 +87,7 @@ def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.Argum
     plan.add_argument("--json", action="store_true", help="print the plan or the shortfall as JSON")
     plan.set_defaults(run=_plan)
 
-    node = argparse.ArgumentParser(add_help=False)
-    node.add_argument(
-        "--node-rank",
-        type=int,
-        metavar="R",
-        help="rank of this node, 0 for the head; overrides the launcher's",
-    )
-    node.add_argument(
-        "--num-nodes",
-        type=int,
-        metavar="N",
-        help="number of nodes; overrides the launcher's",
-    )
-    node.add_argument(
-        "--head", metavar="HOST", help="name or address of the head node; overrides the launcher's"
-    )
-    node.add_argument(
-        "--gpus", type=int, metavar="N", help="accelerators that this node, or each one, must have"
-    )
-
+    node = node_options()
     doctor = commands.add_parser(
         "doctor", parents=[node], help="check that this node, or each of a cluster, is fit for runs"
     )

@@ -13,6 +13,7 @@ import msgspec
 
 from helmsman.api.environment import masked
 from helmsman.api.errors import PreflightError
+from helmsman.api.plan import aligned
 from helmsman.controller._node.observation import (
     MEMORY_BESIDE_STORE,
     OBJECT_STORE_SHARE,
@@ -41,90 +42,47 @@ class Setting(msgspec.Struct, frozen=True):
 MANY_NODES = 32
 """Clusters from this size on tolerate a busy head; smaller ones detect lost hosts early."""
 
-_FEW = (
-    Setting(
-        "RAY_grpc_client_keepalive_time_ms",
-        "5000",
-        "a host that vanishes is noticed in 21 s instead of 241 s",
-    ),
-    Setting("RAY_grpc_client_keepalive_timeout_ms", "5000", "the same"),
-    Setting(
-        "RAY_gcs_rpc_server_reconnect_timeout_s",
-        "10",
-        "Ray's processes outlive their head by 12 s at most, not by 62 s",
-    ),
-)
-_MANY = (
-    Setting(
-        "RAY_grpc_client_keepalive_time_ms",
-        "60000",
-        "thousands of workers do not load the head with pings",
-    ),
-    Setting(
-        "RAY_grpc_client_keepalive_timeout_ms",
-        "60000",
-        "a head that answers late keeps its connections",
-    ),
-    Setting("RAY_grpc_keepalive_time_ms", "60000", "the head sends fewer pings while it is busy"),
-    Setting(
-        "RAY_grpc_keepalive_timeout_ms", "60000", "workers that answer late keep their connections"
-    ),
-    Setting(
-        "RAY_gcs_rpc_server_reconnect_timeout_s",
-        "120",
-        "nodes survive a head that is busy for up to two minutes",
-    ),
-    Setting(
-        "RAY_gcs_server_request_timeout_seconds",
-        "120",
-        "a worker waits for a busy head, instead of 60 s",
-    ),
-    Setting(
-        "RAY_worker_register_timeout_seconds",
-        "300",
-        "workers that register late are not killed, as after 60 s",
-    ),
-    Setting(
-        "RAY_gcs_server_rpc_server_thread_num",
-        "64",
-        "thousands of registrations are read; one thread per 4 CPUs lags",
-    ),
-    Setting(
-        "RAY_gcs_server_rpc_client_thread_num",
-        "64",
-        "the same for the answers of nodes and workers",
-    ),
-    Setting("RAY_num_server_call_thread", "32", "the same for the answers of the head"),
-    Setting(
-        "RAY_raylet_report_resources_period_milliseconds",
-        "500",
-        "nodes report five times less often to the head",
-    ),
-    Setting("RAY_task_events_report_interval_ms", "5000", "the same for data of Ray's dashboard"),
-)
-_ALL = (
-    Setting(
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S",
-        "0",
-        "a busy actor does not hold up the end of a node for 30 s",
-    ),
-    Setting(
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
-        "0",
-        "workers without devices keep the masks that they inherit",
-    ),
-    Setting(
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV",
-        "0",
-        "a script started by 'uv run' gives its workers no environment to build",
-    ),
-    Setting(
-        "RAY_worker_niceness",
-        "0",
-        "workers run at the priority of the script; Ray's default of 15 starves them",
-    ),
-    Setting("RAY_USAGE_STATS_ENABLED", "0", "no usage statistics are sent"),
-)
+_FEW = """
+RAY_grpc_client_keepalive_time_ms=5000  a host that vanishes is noticed in 21 s instead of 241 s
+RAY_grpc_client_keepalive_timeout_ms=5000  the same
+RAY_gcs_rpc_server_reconnect_timeout_s=10  Ray outlives its head by 12 s at most, not by 62 s
+"""
+_MANY = """
+RAY_grpc_client_keepalive_time_ms=60000  thousands of workers do not load the head with pings
+RAY_grpc_client_keepalive_timeout_ms=60000  a head that answers late keeps its connections
+RAY_grpc_keepalive_time_ms=60000  the head sends fewer pings while it is busy
+RAY_grpc_keepalive_timeout_ms=60000  workers that answer late keep their connections
+RAY_gcs_rpc_server_reconnect_timeout_s=120  nodes survive a head that is busy for two minutes
+RAY_gcs_server_request_timeout_seconds=120  a worker waits for a busy head, instead of 60 s
+RAY_worker_register_timeout_seconds=300  workers that register late are not killed, as after 60 s
+RAY_gcs_server_rpc_server_thread_num=64  thousands register; one thread per 4 CPUs lags
+RAY_gcs_server_rpc_client_thread_num=64  the same for the answers of nodes and workers
+RAY_num_server_call_thread=32  the same for the answers of the head
+RAY_raylet_report_resources_period_milliseconds=500  nodes report five times less often
+RAY_task_events_report_interval_ms=5000  the same for data of Ray's dashboard
+"""
+_ALL = """
+RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0  a busy actor does not hold up the end of a node for 30 s
+RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0  workers without devices keep the masks that they inherit
+RAY_ENABLE_UV_RUN_RUNTIME_ENV=0  'uv run' gives the workers of its script no environment to build
+RAY_worker_niceness=0  workers run at the priority of the script; Ray's default of 15 starves them
+RAY_USAGE_STATS_ENABLED=0  no usage statistics are sent
+{limit}={start_s}  as --start-timeout; a busy node takes longer than Ray's 20 to 30 s
+RAY_agent_register_timeout_ms={start_s}000  as --start-timeout; instead of 30 s
+RAY_gcs_rpc_server_connect_timeout_s={start_s}  as --start-timeout; instead of 5 s
+"""
+_NODE = """
+NCCL_DEBUG=WARN  NCCL logs the cause of its failures
+HCCL_CONNECT_TIMEOUT=600  ranks that load a large model late are waited for (seconds, not 120)
+HCCL_HOST_SOCKET_PORT_RANGE=auto  processes that share an NPU have ports of their own
+HCCL_NPU_SOCKET_PORT_RANGE=auto  the same for the ports of the NPU
+PYTHONUNBUFFERED=1  output of workers appears in their logs at once
+"""
+
+
+def _settings(text: str) -> tuple[Setting, ...]:
+    rows = (line.replace("=", "  ", 1).split("  ", 2) for line in text.split("\n") if line)
+    return tuple(Setting(name, value, reason) for name, value, reason in rows)
 
 
 def cluster_defaults(num_nodes: int, start_s: float = 60.0) -> tuple[Setting, ...]:
@@ -133,34 +91,11 @@ def cluster_defaults(num_nodes: int, start_s: float = 60.0) -> tuple[Setting, ..
     ``start_s`` is the limit for a start of Ray, in seconds. It replaces Ray's own limits for parts
     of a start, which are too short for a busy node.
     """
-    seconds, reason = (
-        max(1, round(start_s)),
-        "as --start-timeout; a busy node takes longer than Ray's {} s",
-    )
-    return (
-        *(_FEW if num_nodes < MANY_NODES else _MANY),
-        *_ALL,
-        Setting(LIMIT_VARIABLE, str(seconds), reason.format("20 to 30")),
-        Setting("RAY_agent_register_timeout_ms", str(1000 * seconds), reason.format(30)),
-        Setting("RAY_gcs_rpc_server_connect_timeout_s", str(seconds), reason.format(5)),
-    )
+    text = (_FEW if num_nodes < MANY_NODES else _MANY) + _ALL
+    return _settings(text.format(limit=LIMIT_VARIABLE, start_s=max(1, round(start_s))))
 
 
-NODE_DEFAULTS = (
-    Setting("NCCL_DEBUG", "WARN", "NCCL logs the cause of its failures"),
-    Setting(
-        "HCCL_CONNECT_TIMEOUT",
-        "600",
-        "ranks that load a large model late are waited for (seconds; 120 by default)",
-    ),
-    Setting(
-        "HCCL_HOST_SOCKET_PORT_RANGE",
-        "auto",
-        "several processes share an NPU (a trainer and its rollout), each with ports of its own",
-    ),
-    Setting("HCCL_NPU_SOCKET_PORT_RANGE", "auto", "the same for the ports of the NPU"),
-    Setting("PYTHONUNBUFFERED", "1", "output of workers appears in their logs at once"),
-)
+NODE_DEFAULTS = _settings(_NODE)
 """Variables of every node, for its workers and programs."""
 
 
@@ -168,18 +103,13 @@ def variables(
     defaults: Iterable[Setting], environ: Mapping[str, str], given: Mapping[str, str]
 ) -> list[Setting]:
     """Return the defaults with the user's values: first --env (``given``), then the environment."""
-    layers: tuple[tuple[Source, Mapping[str, str]], ...] = (
-        ("--env", given),
-        ("your environment", environ),
-    )
+    layers: Mapping[Source, Mapping[str, str]] = {"--env": given, "your environment": environ}
 
     def chosen(default: Setting) -> Setting:
-        found = (
-            Setting(default.name, own[default.name], default.reason, source)
-            for source, own in layers
-            if default.name in own
-        )
-        return next(found, default)
+        for source, own in layers.items():
+            if default.name in own:
+                return Setting(default.name, own[default.name], default.reason, source)
+        return default
 
     return list(map(chosen, defaults))
 
@@ -190,26 +120,21 @@ def of_address(address: str, interface: str, *, chosen: bool) -> list[Setting]:
     Only an interface that the user has ``chosen`` restricts NCCL and HCCL, which may have faster
     ones.
     """
-    found = [Setting("VLLM_HOST_IP", address, "the address that other nodes reach")]
-    if interface:
-        names = [
-            "GLOO_SOCKET_IFNAME",
-            "TP_SOCKET_IFNAME",
-            *(["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"] if chosen else []),
-        ]
-        found += [Setting(name, interface, "the interface of the node's address") for name in names]
-    return found
+    names = ["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"] if interface else []
+    names += ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"] if interface and chosen else []
+    return [
+        Setting("VLLM_HOST_IP", address, "the address that other nodes reach"),
+        *(Setting(name, interface, "the interface of the node's address") for name in names),
+    ]
 
 
 def shown(settings: Sequence[Setting]) -> str:
     """Format settings as a table, with secrets masked."""
-    rows = [
-        (f"{each.name}={masked(each.name, each.value)}", each.source, each.reason)
-        for each in settings
-    ]
-    width = max(len(assignment) for assignment, _, _ in rows)
-    return "\n".join(
-        f"  {assignment.ljust(width)}  {source:16}  {reason}" for assignment, source, reason in rows
+    return aligned(
+        [
+            (f"  {each.name}={masked(each.name, each.value)}", each.source, each.reason)
+            for each in settings
+        ]
     )
 
 

@@ -73,95 +73,82 @@ _LONGEST_PLACE = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789")
 """Maximum length in bytes of a folder path for which Ray's socket paths are short enough."""
 
 
+_NODE_OPTIONS = """
+--node-rank R  rank of this node, 0 for the head; overrides the launcher's
+--num-nodes N  number of nodes; overrides the launcher's
+--head HOST  name or address of the head node; overrides the launcher's
+--gpus N  accelerators that this node, or each one, must have
+"""
+_OPTIONS = f"""
+--port P  port of the head's Ray (default {HEAD_PORTS[0]}; any free one with one node)
+--control-port P  port of the head's supervisor (default: --port + 1)
+--interface NAME  network interface towards the other nodes
+--token-file FILE  file with a shared secret (or {TOKEN_VARIABLE}); without it, any host can join
+--resources JSON  resources for Ray, overriding the detected ones: '{{"NPU": 8}}'
+--object-store GIB  size of Ray's object store (default: 30%% of the available memory)
+--timeout S  seconds to wait for all nodes (default %(default)g)
+--start-timeout S  seconds for Ray to start on a node (default %(default)g)
+--grace S  seconds for the program to exit after a signal (default %(default)g)
+--env NAME=VALUE  set a variable on this node (repeatable)
+--dashboard  start Ray's dashboard on the head
+--elastic  continue when another node receives a signal
+--show-settings  print the settings of this node and start nothing
+"""
+_DEFAULTS: Mapping[str, Any] = {
+    "--interface": "",
+    "--resources": "{}",
+    "--timeout": 600.0,
+    "--start-timeout": 60.0,
+    "--grace": 5.0,
+    "--env": [],
+}
+
+
+def node_options() -> argparse.ArgumentParser:
+    """Return a parent parser with the options that identify a node."""
+    parser = argparse.ArgumentParser(add_help=False)
+    _add_options(parser, _NODE_OPTIONS)
+    return parser
+
+
 def add_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    node_options: argparse.ArgumentParser,
+    node: argparse.ArgumentParser,
 ) -> None:
     """Add ``helmsman up`` to the command line, with the options that identify a node."""
     up = commands.add_parser(
         "up",
-        parents=[node_options],
+        parents=[node],
         help="start a Ray cluster on the nodes of this job and run a script on it",
         usage="%(prog)s [options] -- program [argument ...]",
         description="Run it on every node of a job. Rank 0 starts a Ray cluster, waits for all "
-        "nodes and runs the program; "
-        "the others join, and leave when the program has ended. Rank, number of nodes and head "
-        "come from the launcher's "
-        "variables (Slurm, Kubernetes, Beaker, SkyPilot, torchrun, Volcano, PAI, dstack, MPI) or "
-        "from flags. "
-        f"The nodes' supervisors use TLS; {TLS_VARIABLE}=0 on all nodes switches it off.",
+        "nodes and runs the program; the others join, and leave when the program has ended. Rank, "
+        "number of nodes and head come from the launcher's variables (Slurm, Kubernetes, Beaker, "
+        "SkyPilot, torchrun, Volcano, PAI, dstack, MPI) or from flags. The nodes' supervisors use "
+        f"TLS; {TLS_VARIABLE}=0 on all nodes switches it off.",
     )
-    add = up.add_argument
-    add(
-        "--port",
-        type=int,
-        metavar="P",
-        help=f"port of the head's Ray (default {HEAD_PORTS[0]}; any free one with one node)",
-    )
-    add(
-        "--control-port",
-        type=int,
-        metavar="P",
-        help="port of the head's supervisor (default: --port + 1)",
-    )
-    add(
-        "--interface",
-        default="",
-        metavar="NAME",
-        help="network interface towards the other nodes",
-    )
-    add(
-        "--token-file",
-        metavar="FILE",
-        help=f"file with a shared secret (or {TOKEN_VARIABLE}); without it, any host can join",
-    )
-    add(
-        "--resources",
-        default="{}",
-        metavar="JSON",
-        help="resources for Ray, overriding the detected ones: '{\"NPU\": 8}'",
-    )
-    add(
-        "--object-store",
-        type=float,
-        metavar="GIB",
-        help="size of Ray's object store (default: 30%% of the available memory)",
-    )
-    seconds: dict[str, Any] = {"type": _seconds, "metavar": "S"}
-    add(
-        "--timeout",
-        default=600.0,
-        **seconds,
-        help="seconds to wait for all nodes (default %(default)g)",
-    )
-    add(
-        "--start-timeout",
-        default=60.0,
-        **seconds,
-        help="seconds for Ray to start on a node (default %(default)g)",
-    )
-    add(
-        "--grace",
-        default=5.0,
-        **seconds,
-        help="seconds for the program to exit after a signal (default %(default)g)",
-    )
-    add(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set a variable on this node (repeatable)",
-    )
-    add("--dashboard", action="store_true", help="start Ray's dashboard on the head")
-    add("--elastic", action="store_true", help="continue when another node receives a signal")
-    add(
-        "--show-settings",
-        action="store_true",
-        help="print the settings of this node and start nothing",
-    )
-    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    _add_options(up, _OPTIONS)
+    up.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     up.set_defaults(run=run)
+
+
+def _add_options(parser: argparse.ArgumentParser, table: str) -> None:
+    """Add the options of a table with a flag, the name of its value, and its help."""
+    types: Mapping[str, Any] = {"R": int, "N": int, "P": int, "GIB": float, "S": _seconds}
+    for row in filter(None, table.split("\n")):
+        usage, meaning = row.split("  ", 1)
+        flag, _, value = usage.partition(" ")
+        if not value:
+            parser.add_argument(flag, help=meaning, action="store_true")
+            continue
+        parser.add_argument(
+            flag,
+            help=meaning,
+            metavar=value,
+            type=types.get(value, str),
+            default=_DEFAULTS.get(flag),
+            action="append" if value == "NAME=VALUE" else "store",
+        )
 
 
 def _seconds(text: str) -> float:
@@ -332,9 +319,13 @@ def make_plan(
             "are found: check the driver "
             "(nvidia-smi, npu-smi), the visibility variables and the devices of the container"
         )
-    local = of_address(address, interface, chosen=bool(options.interface))
-    defaults = cluster_defaults(identity.count, options.start_timeout)
-    known = {default.name for default in (*defaults, *NODE_DEFAULTS, *local)}
+    of_cluster = cluster_defaults(identity.count, options.start_timeout)
+    of_node = [
+        *NODE_DEFAULTS,
+        *of_address(address, interface, chosen=bool(options.interface)),
+    ]
+    known = {default.name for default in (*of_cluster, *of_node)}
+    of_node += [Setting(name, value) for name, value in given.items() if name not in known]
     return NodePlan(
         identity=identity,
         command=command,
@@ -349,15 +340,8 @@ def make_plan(
         store_bytes=object_store_bytes(
             options.object_store, memory_available(os.environ), shutil.disk_usage("/dev/shm").free
         ),
-        cluster_settings=variables(defaults, os.environ, given),
-        node_settings=[
-            *variables((*NODE_DEFAULTS, *local), os.environ, given),
-            *(
-                Setting(name, value, source="--env")
-                for name, value in given.items()
-                if name not in known
-            ),
-        ],
+        cluster_settings=variables(of_cluster, os.environ, given),
+        node_settings=variables(of_node, os.environ, given),
         run_id=run_id,
         timeout_s=options.timeout,
         ray_start_s=options.start_timeout,
