@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
+import glob
 import os
 import platform
-import socket
 
+from helmsman.api.environment import masked_command
 from helmsman.api.errors import PreflightError
 from helmsman.api.interfaces import ipv4_interfaces
 from helmsman.api.version import __version__
 from helmsman.controller._node.launchers import NodeIdentity
-from helmsman.controller._node.observation import (
-    address_towards,
-    bind_error,
-)
+from helmsman.controller._node.observation import address_towards, bind_error, version_of
+from helmsman.rpc_server._host.progress import proc_text
 
-_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-_ANSWER_S = 1.0
 _SOCKETS = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENS = "0A"
 
 
 def versions() -> dict[str, str]:
-    try:
-        ray = importlib.metadata.version("ray")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise PreflightError(
-            "Ray is not installed on this node: pip install 'helmsman-rl[ray]'"
-        ) from error
+    ray = version_of("ray")
+    if not ray:
+        raise PreflightError("Ray is not installed on this node: pip install 'helmsman-rl[ray]'")
     return {"python": platform.python_version(), "ray": ray, "helmsman": __version__}
 
 
@@ -111,53 +104,17 @@ def require_port(port: int, what: str, flag: str, *, listens: bool) -> None:
 
 
 def _holder(port: int) -> str:
-    inode = _inode_of_listener(port)
-    found = _owner_of(inode) if inode else None
-    if found is None:
-        kind = (
-            "a program that speaks gRPC, most likely the head of another Ray cluster"
-            if _speaks_grpc(port)
-            else "a program"
-        )
-        return f"{kind}, of another user or container"
-    pid, command = found
-    program = os.path.basename(command.partition(" ")[0])
-    kind = "another Ray cluster" if program == "gcs_server" else "a foreign program"
-    if "helmsman" in command and " up " in f"{command} ":
-        kind = "another run of helmsman up"
-    return f"{kind} (pid {pid}: {command[:120]})"
-
-
-def _inode_of_listener(port: int) -> str:
-    for path in _SOCKETS:
-        with contextlib.suppress(OSError), open(path) as file:
-            for line in file.readlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
-                    return fields[9]
-    return ""
-
-
-def _owner_of(inode: str) -> tuple[int, str] | None:
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+    """Name the process that listens on a port, as far as this user may see it."""
+    rows = [line.split() for table in _SOCKETS for line in proc_text(table).splitlines()[1:]]
+    sockets = {
+        f"socket:[{row[9]}]"
+        for row in rows
+        if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port
+    }
+    for path in glob.iglob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            for fd in os.listdir(f"/proc/{entry}/fd"):
-                if os.readlink(f"/proc/{entry}/fd/{fd}") == f"socket:[{inode}]":
-                    with open(f"/proc/{entry}/cmdline", "rb") as file:
-                        return int(entry), file.read().replace(b"\0", b" ").decode(
-                            errors="replace"
-                        ).strip()
-    return None
-
-
-def _speaks_grpc(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), _ANSWER_S) as peer:
-            peer.settimeout(_ANSWER_S)
-            peer.sendall(_HTTP2_PREFACE)
-            answer = peer.recv(9)
-    except OSError:
-        return False
-    return len(answer) == 9 and answer[3] == 4  # a SETTINGS frame, the first frame of HTTP/2
+            if os.readlink(path) in sockets:
+                pid = path.split("/")[2]
+                command = masked_command(proc_text(f"/proc/{pid}/cmdline").split("\0"))
+                return f"process {pid} ({command.strip()[:120]})"
+    return "a process of another user or container"

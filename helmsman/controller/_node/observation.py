@@ -22,6 +22,7 @@ from helmsman.api.errors import LauncherError
 from helmsman.api.version import __version__
 from helmsman.controller._node.devices import detect_devices
 from helmsman.controller._node.launchers import ALONE, identify_node
+from helmsman.rpc_server._host.progress import proc_text
 from helmsman.rpc_server._wire.segments import HAS_SEGMENTS, can_reuse
 
 HEAD_PORTS = (6379, 6380)
@@ -128,7 +129,7 @@ def observe(
         address=address_towards(head or ""),
         launcher=launcher,
         launcher_error=launcher_error,
-        versions={"helmsman": __version__, **{name: _version(name) for name in _PACKAGES}},
+        versions={"helmsman": __version__, **{name: version_of(name) for name in _PACKAGES}},
         python=platform.python_version(),
         kernel=f"{platform.system()} {platform.release()}",
         cpus=os.cpu_count() or 1,
@@ -180,7 +181,8 @@ def address_towards(head: str) -> str:
     return ""
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package; '' without it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -199,20 +201,12 @@ def _limited(value: int) -> int:
     return UNLIMITED if value == resource.RLIM_INFINITY else value
 
 
-def _read(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
 def cpus_allowed(environ: Mapping[str, str]) -> float:
     """Return the number of CPUs allowed by affinity, control group and Slurm's allocation."""
     cpus = float(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = proc_text("/sys/fs/cgroup/cpu.max").strip().partition(" ")
     if quota.isdigit() and period.isdigit():
         cpus = min(cpus, int(quota) / int(period))
     allocated = environ.get("SLURM_CPUS_ON_NODE", "")
@@ -239,7 +233,7 @@ def memory_allowed(environ: Mapping[str, str]) -> int:
 def memory_available(environ: Mapping[str, str]) -> int:
     """Return the bytes that programs can still allocate on the machine and in control groups."""
     known = [memory_allowed(environ), *(group.limit - group.used for group in memory_groups())]
-    if found := re.search(r"^MemAvailable: +(\d+) kB", _read("/proc/meminfo"), re.MULTILINE):
+    if found := re.search(r"^MemAvailable: +(\d+) kB", proc_text("/proc/meminfo"), re.MULTILINE):
         known.append(int(found.group(1)) << 10)
     return max(min(known), 0)
 
@@ -260,7 +254,7 @@ def memory_groups(
     """
     found = []
     paths = {"memory": "/", "": "/"} | {
-        line.split(":", 2)[1]: line.split(":", 2)[2] for line in _read(own).splitlines()
+        line.split(":", 2)[1]: line.split(":", 2)[2] for line in proc_text(own).splitlines()
     }
     for controller, base, limit, used, prefix in (
         ("", root, "memory.max", "memory.current", ""),
@@ -269,11 +263,11 @@ def memory_groups(
         parts = [part for part in paths[controller].split("/") if part]
         for depth in range(len(parts) + 1):
             folder = os.path.join(base, *parts[:depth])
-            most, now = _read(f"{folder}/{limit}"), _read(f"{folder}/{used}")
+            most, now = (proc_text(f"{folder}/{each}").strip() for each in (limit, used))
             if most.isdigit() and now.isdigit():
                 files = re.findall(
                     rf"^{prefix}(?:in)?active_file (\d+)$",
-                    _read(f"{folder}/memory.stat"),
+                    proc_text(f"{folder}/memory.stat"),
                     re.MULTILINE,
                 )
                 found.append(MemoryGroup(int(most), max(int(now) - sum(map(int, files)), 0)))

@@ -127,7 +127,7 @@ def test_up_without_a_place_for_the_record_of_the_run(up: Up, tmp_path: Path) ->
 
 def test_up_port_that_is_held(up: Up, address: str) -> None:
     port = address.partition(":")[2]
-    fact = f"port {port}, of the head's Ray, is held by a foreign program (pid {os.getpid()}: "
+    fact = f"port {port}, of the head's Ray, is held by process {os.getpid()} ("
     up("--port", port, "--", "true").ends(90, fact)
 
 
