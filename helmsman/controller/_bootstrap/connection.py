@@ -189,12 +189,8 @@ async def connect(
             stream, key, tls=tls, limit_s=timeouts.connect_s, where=f"{host}:{port}"
         )
     except ProtocolError as error:
-        if isinstance(error.__cause__, TimeoutError):
-            raise PeerLostError(
-                f"connected, and then no data was received for {timeouts.connect_s:g} s"
-            ) from error
-        if isinstance(error.__cause__, (EOFError, ConnectionError)):
-            raise PeerLostError("it closed the connection") from error
+        if isinstance(error.__cause__, (TimeoutError, EOFError, ConnectionError)):
+            raise PeerLostError("it accepts a connection, and is silent or closes it") from error
         raise
     return PeerConnection(stream, timeouts)
 

@@ -169,11 +169,9 @@ class Head:
                 for member in self._members.values():
                     member.connection.send(Waiting(""))
                 return seen
-            news = (
-                f"{len(missing)} of {self._plan.identity.count} nodes are missing: "
-                f"{_listed(missing)}"
-            )
-            self._desk.note("waits for the other nodes", missing=_listed(missing))
+            listed = _listed(missing)
+            news = f"{len(missing)} of {self._plan.identity.count} nodes are missing: {listed}"
+            self._desk.note("waits for the other nodes", missing=listed)
             if news != reported:
                 reported = news
                 self._report(
@@ -182,15 +180,9 @@ class Head:
                 for member in self._members.values():
                     member.connection.send(Waiting(news))
             if deadline.passed:
-                present = (
-                    ", ".join(
-                        f"rank {rank} ({node.address})" for rank, node in sorted(seen.items())
-                    )
-                    or "none"
-                )
                 raise BootstrapError(
-                    f"{news}, after {deadline.limit_s:g} s. There are: {present}. Check the "
-                    "output of the missing nodes; if they only need more time, raise --timeout",
+                    f"{news}, after {deadline.limit_s:g} s. Check the output of the missing nodes; "
+                    "if they only need more time, raise --timeout",
                     exit_code=BootstrapExit.NOT_JOINED,
                 )
             await asyncio.sleep(_POLL_S)
@@ -220,10 +212,7 @@ class Head:
         except OSError as error:  # the port was free when the plan was made
             raise PreflightError(
                 f"port {plan.control_port}, to which the other nodes connect, cannot be bound on "
-                f"{plan.address}: "
-                f"{os.strerror(error.errno or 0)}. Another run may have started here at the same "
-                "moment: choose another with "
-                "--control-port"
+                f"{plan.address}: {os.strerror(error.errno or 0)}; set another with --control-port"
             ) from error
         self._door = Door(
             listener,
@@ -236,62 +225,48 @@ class Head:
         )
 
     async def _serve(self, connection: PeerConnection) -> None:
+        member: Member | None = None
         try:
-            hello = await connection.receive()
-            if not isinstance(hello, Hello):
-                return
-            if refusal := self._why_not(hello):
-                connection.send(refusal)
-                self._report(
-                    f"rank {hello.rank} ({hello.hostname} {hello.address}) is rejected: "
-                    f"{refusal.reason}"
-                )
-                return
-            await self._attend(hello, connection)
-        except PeerLostError:
-            return  # the peer was lost before its Hello
+            while True:
+                message = await connection.receive()
+                if isinstance(message, Hello) and member is None:
+                    member = Member(message, connection)
+                    if reason := self._why_not(message):
+                        connection.send(Refused(reason))
+                        self._report(f"{member} is rejected: {reason}")
+                        return
+                    self._members[message.rank] = member
+                    if self._address:
+                        self._welcome(member)
+                elif isinstance(message, Joined) and member is not None:
+                    member.state = "joined"
+                elif isinstance(message, Leaving) and member is not None:
+                    self._leaves(member, message)
+        except PeerLostError as error:
+            if member is not None and member.state != "lost":
+                member.state = "lost"
+                if self._began and not self._ending:
+                    self._report(f"{member} is lost: {error}; the run continues without it")
         finally:
             await connection.close()
 
-    def _why_not(self, hello: Hello) -> Refused | None:
+    def _why_not(self, hello: Hello) -> str:
         plan, here = self._plan, self._plan.identity
         if hello.count != here.count:
-            return Refused(f"it expects {hello.count} nodes, the head expects {here.count}")
+            return f"it expects {hello.count} nodes, the head expects {here.count}"
         if not 0 < hello.rank < here.count:
-            return Refused(
-                f"its rank is {hello.rank}; the head, which has rank 0, waits for ranks 1 to "
-                f"{here.count - 1}"
-            )
+            last = here.count - 1
+            return f"its rank is {hello.rank}; the head has rank 0, and waits for ranks 1 to {last}"
         other = self._members.get(hello.rank)
         if other is not None and other.state != "lost":
-            return Refused(f"{other} is here already; every node needs a rank of its own")
+            return f"{other} is here already; every node needs a rank of its own"
         differing = [
             f"{name} {hello.versions.get(name, 'none')} there, {version} on the head"
             for name, version in plan.versions.items()
             if hello.versions.get(name) != version
         ]
-        if differing:
-            return Refused(
-                f"versions differ: {'; '.join(differing)}. Install the same on every node"
-            )
-        return None
-
-    async def _attend(self, hello: Hello, connection: PeerConnection) -> None:
-        member = self._members[hello.rank] = Member(hello, connection)
-        if self._address:
-            self._welcome(member)
-        try:
-            while True:
-                message = await connection.receive()
-                if isinstance(message, Joined):
-                    member.state = "joined"
-                elif isinstance(message, Leaving):
-                    self._leaves(member, message)
-        except PeerLostError as error:
-            if member.state != "lost":
-                member.state = "lost"
-                if self._began and not self._ending:
-                    self._report(f"{member} is lost: {error}; the run continues without it")
+        same = "Install the same on every node"
+        return f"versions differ: {'; '.join(differing)}. {same}" if differing else ""
 
     def _welcome(self, member: Member) -> None:
         token = "" if self._plan.secret else self._token

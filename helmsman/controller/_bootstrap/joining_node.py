@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 from typing import Any, TypeVar
@@ -213,12 +212,7 @@ class JoiningNode:
         if self._connection is None:
             return
         self._connection.send(message)
-        answered = asyncio.ensure_future(self._until_ended(self._connection))
+        answered = asyncio.ensure_future(self._receive(self._connection, Ended))
         waited: list[asyncio.Future[Any]] = [answered, *([self._ray.ended] if self._ray else [])]
         await asyncio.wait(waited, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         await cancelled(answered)
-
-    async def _until_ended(self, connection: PeerConnection) -> None:
-        with contextlib.suppress(PeerLostError):
-            while not isinstance(await connection.receive(), Ended):
-                pass

@@ -260,7 +260,7 @@ async def test_connect_to_an_invalid_host_name(host: str) -> None:
 
 async def test_connect_to_a_silent_head(listener: Listener) -> None:
     """The kernel accepts connections for a head that is stopped or overloaded."""
-    with pytest.raises(PeerLostError, match=r"connected, and then no data was received for 0\.2 s"):
+    with pytest.raises(PeerLostError, match="it accepts a connection, and is silent"):
         await connected(listener, BRIEF)
 
 
@@ -269,7 +269,7 @@ async def test_connect_to_a_head_that_ends(listener: Listener) -> None:
         (await listener.accept()).close()
 
     ending = asyncio.ensure_future(hang_up())
-    with pytest.raises(PeerLostError, match="it closed the connection"):
+    with pytest.raises(PeerLostError, match="or closes it"):
         await connected(listener)
     await ending
 
