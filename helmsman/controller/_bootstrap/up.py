@@ -361,31 +361,21 @@ def _outline(plan: NodePlan) -> str:
         if each.source != "default"
     ]
     kind = f"your own settings: {', '.join(own)}" if own else "default settings"
-    return (
-        f"address {plan.address}, {_amounts(plan)}, object store {size(plan.store_bytes)}; "
-        f"{kind} (--show-settings shows all)"
-    )
+    return f"{_summary(plan)}; {kind} (--show-settings shows all)"
 
 
-def _amounts(plan: NodePlan) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in plan.resources.items())
+def _summary(plan: NodePlan) -> str:
+    amounts = ", ".join(f"{amount:g} {name}" for name, amount in plan.resources.items())
+    return f"address {plan.address}, {amounts}, object store {size(plan.store_bytes)}"
 
 
 def describe(plan: NodePlan) -> str:
     identity = plan.identity
-    place = f"node {identity.rank} of {identity.count} ({identity.launcher})"
-    lines = [
-        f"{place}, address {plan.address}",
-        f"resources for Ray: {_amounts(plan)}",
-        f"object store {size(plan.store_bytes)}",
-        "",
-        "the same on all nodes, as the head has it:",
-        shown(plan.cluster_settings),
-        "",
-        "on this node:",
-        shown(plan.node_settings),
-    ]
-    return "\n".join(lines)
+    return (
+        f"node {identity.rank} of {identity.count} ({identity.launcher}): {_summary(plan)}\n\n"
+        f"the same on all nodes, as the head has it:\n{shown(plan.cluster_settings)}\n\n"
+        f"on this node:\n{shown(plan.node_settings)}"
+    )
 
 
 def _tls() -> bool:
