@@ -370,9 +370,8 @@ def _summary(plan: NodePlan) -> str:
 
 
 def describe(plan: NodePlan) -> str:
-    identity = plan.identity
     return (
-        f"node {identity.rank} of {identity.count} ({identity.launcher}): {_summary(plan)}\n\n"
+        f"{plan.identity}; {_summary(plan)}\n\n"
         f"the same on all nodes, as the head has it:\n{shown(plan.cluster_settings)}\n\n"
         f"on this node:\n{shown(plan.node_settings)}"
     )

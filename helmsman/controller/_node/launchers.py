@@ -49,6 +49,12 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Address of an existing Ray cluster; nothing is started then."""
     said_by: Mapping[str, str] = {}
 
+    def __str__(self) -> str:
+        if self.attach_to or self.launcher == ALONE:
+            return ": ".join(filter(None, (self.launcher, self.attach_to)))
+        head = f", head {self.head}" if self.head else ""
+        return f"{self.launcher}: node {self.rank} of {self.count}{head}"
+
 
 ALONE = "this machine alone"
 _FIELDS = {

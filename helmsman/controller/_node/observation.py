@@ -21,7 +21,7 @@ from helmsman.api.environment import masked
 from helmsman.api.errors import LauncherError
 from helmsman.api.version import __version__
 from helmsman.controller._node.devices import detect_devices
-from helmsman.controller._node.launchers import ALONE, identify_node
+from helmsman.controller._node.launchers import identify_node
 from helmsman.rpc_server._host.progress import proc_text
 from helmsman.rpc_server._wire.segments import HAS_SEGMENTS, can_reuse
 
@@ -52,7 +52,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """Local address of the route to the head or the internet; '' without a route."""
     launcher: str
-    """Result of identify_node."""
+    """Result of identify_node, as text."""
     launcher_error: str = ""
     versions: Mapping[str, str]
     """Package -> version; '' if it is not installed."""
@@ -110,17 +110,9 @@ def observe(
     launcher, launcher_error = "not clear", ""
     try:
         identity = identify_node(environ, rank=rank, count=count, head=head)
+        launcher, head = str(identity), identity.head
     except LauncherError as error:
         launcher_error = str(error)
-    else:
-        head = identity.head
-        launcher = f"{identity.launcher}: node {identity.rank} of {identity.count}" + (
-            f", head {head}" if head else ""
-        )
-        if identity.attach_to:
-            launcher = f"{identity.launcher}: {identity.attach_to}"
-        elif identity.launcher == ALONE:
-            launcher = ALONE
     pool = detect_devices(None, None)
     temp_dir = environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     shm = _space("/dev/shm")
