@@ -16,8 +16,7 @@ from helmsman.controller._bootstrap.node_plan import NodePlan
 from helmsman.controller._node.run_registry import UP, record_here
 from helmsman.controller._operator.control_socket import ControlSocket, Query
 from helmsman.controller._operator.outside import observe_workers, observed_report
-from helmsman.rpc_server._host.progress import proc_text
-from helmsman.rpc_server._process.guardian import family, process_of
+from helmsman.rpc_server._process.guardian import family, proc_text, process_of
 
 _RAY = ("gcs_server", "raylet")
 

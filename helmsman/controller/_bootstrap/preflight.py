@@ -14,7 +14,7 @@ from helmsman.api.interfaces import ipv4_interfaces
 from helmsman.api.version import __version__
 from helmsman.controller._node.launchers import NodeIdentity
 from helmsman.controller._node.observation import address_towards, bind_error, version_of
-from helmsman.rpc_server._host.progress import proc_text
+from helmsman.rpc_server._process.guardian import proc_text
 
 _SOCKETS = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENS = "0A"

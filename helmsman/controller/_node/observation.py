@@ -22,7 +22,7 @@ from helmsman.api.errors import LauncherError
 from helmsman.api.version import __version__
 from helmsman.controller._node.devices import detect_devices
 from helmsman.controller._node.launchers import identify_node
-from helmsman.rpc_server._host.progress import proc_text
+from helmsman.rpc_server._process.guardian import proc_text
 from helmsman.rpc_server._wire.segments import HAS_SEGMENTS, can_reuse
 
 HEAD_PORTS = (6379, 6380)

@@ -24,7 +24,6 @@ import msgspec
 from helmsman.api.run_state import Frame, ProcessReport, Progress, StackTrace
 from helmsman.rpc_server._host import progress
 from helmsman.rpc_server._host.collectives import last_collectives, waiting_nccl_ranks
-from helmsman.rpc_server._host.progress import proc_text
 from helmsman.rpc_server._host.threads import (
     EngineLoop,
     EngineThread,
@@ -32,7 +31,7 @@ from helmsman.rpc_server._host.threads import (
     awaited_frames,
     frames_of,
 )
-from helmsman.rpc_server._process.guardian import process_of
+from helmsman.rpc_server._process.guardian import proc_text, process_of
 from helmsman.rpc_server._process.pulse import recent_pauses_s
 
 _MOST_FRAMES = 60

@@ -14,12 +14,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from helmsman._base.descriptors import background_descriptors, socket_at
 from helmsman.api.run_state import Progress
+from helmsman.rpc_server._process.guardian import proc_text
 
 _THREADS, _DESCRIPTORS = "/proc/self/task", "/proc/self/fd"
 _NUMBERS = {
@@ -76,13 +76,6 @@ _SWITCHES = re.compile(r"^voluntary_ctxt_switches:\s*(\d+)$", re.MULTILINE)
 _COUNTED = re.compile(r"^(?:[rw]char|(?:read|write)_bytes): (\d+)$", re.MULTILINE)
 _waiters = weakref.WeakKeyDictionary[asyncio.Task[Any], tuple[object, int]]()
 """Task -> the future that it waited for when it was seen last, and how often this has changed."""
-
-
-def proc_text(path: str | Path) -> str:
-    """Return the text of a file of /proc; '' if there is none."""
-    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-        return (file.read() or b"").decode(errors="replace")
-    return ""
 
 
 def of_thread(thread: int) -> Progress:

@@ -117,6 +117,15 @@ def _list(path: str) -> list[str]:
         return []
 
 
+def proc_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a file of /proc or /sys; '' if there is none."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return (file.read() or b"").decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def stat_fields(pid: int) -> list[bytes]:
     """Return the fields of /proc/<pid>/stat from the third, the state; empty if it has exited."""
     try:
