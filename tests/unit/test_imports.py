@@ -49,7 +49,15 @@ LAYERS = {
     ],
     "rpc_server": [{"ports"}, {"_process", "_wire"}, {"_host", "_ray_forks"}, {"_server"}],
     "engines": [
-        {"_serving", "_models", "losses", "memory", "train_config", "vllm_config"},
+        {
+            "_serving",
+            "_models",
+            "losses",
+            "memory",
+            "rollout_config",
+            "train_config",
+            "vllm_config",
+        },
         {"_weights"},
         {"weight_transfer", "_train"},
         {"weights"},

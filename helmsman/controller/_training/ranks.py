@@ -23,7 +23,6 @@ from helmsman.api.weights import (
 from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._roles.call_all import call_all, release
 from helmsman.controller._roles.role_controller import DeviceOwner, RoleController
-from helmsman.controller._validation.argument_names import require_loss_settings
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +152,6 @@ class Ranks:
     Args:
         controller: The controller of the job.
         model_parallel_size: Consecutive ranks that receive the same share of a batch.
-        has_our_engine: Whether all settings of a loss are known. Other engines may read their own.
         device_owner: Returns the DeviceHandoff of the job's devices; None if they are not shared.
     """
 
@@ -162,15 +160,11 @@ class Ranks:
         controller: RoleController,
         model_parallel_size: int,
         *,
-        has_our_engine: bool,
         device_owner: Callable[[], DeviceOwner | None],
     ) -> None:
-        self._controller, self._size, self._has_our_engine, self._device_owner = (
-            controller,
-            model_parallel_size,
-            has_our_engine,
-            device_owner,
-        )
+        self._controller = controller
+        self._size = model_parallel_size
+        self._device_owner = device_owner
         self.scheduler: Scheduler = controller.scheduler
         self.role = controller.role
         self.group_id = ""
@@ -252,8 +246,6 @@ class Ranks:
         timeout: float | None,
     ) -> dict[str, float]:
         """Call a loss method with each rank's share; see TrainController.train_batch."""
-        if isinstance(loss_fn, str) or self._has_our_engine:
-            require_loss_settings(loss_fn, loss_kwargs)
         shares = self._split(samples)
         results = await self._call_shares(method, samples, shares, (loss_fn, loss_kwargs), timeout)
         statistics: dict[str, float] = results[0]

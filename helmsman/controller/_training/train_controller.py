@@ -60,7 +60,7 @@ class TrainController(RoleController):
         model_parallel_size: Ranks that hold one copy of the model; must divide the world size.
 
     Raises:
-        JobError: The job is invalid, or the engine is known to refuse an argument.
+        JobError: The job is invalid, or an engine of helmsman.engines has no such argument.
         TypeError: The engine is neither a string nor a class.
         ValueError: ``model_parallel_size`` does not divide the world size.
     """
@@ -96,13 +96,7 @@ class TrainController(RoleController):
         """Number of rebuilds of all ranks that have begun."""
         self.device_owner: DeviceOwner | None = None
         """The DeviceHandoff that decides which side holds the devices, if a rollout shares them."""
-        engine_path = engine if isinstance(engine, str) else engine.__module__
-        self._ranks = Ranks(
-            self,
-            model_parallel_size,
-            has_our_engine=engine_path.startswith("helmsman."),
-            device_owner=lambda: self.device_owner,
-        )
+        self._ranks = Ranks(self, model_parallel_size, device_owner=lambda: self.device_owner)
         self.weight_source = self._ranks
 
     @checked
@@ -126,10 +120,10 @@ class TrainController(RoleController):
             The engine's statistics over the global batch.
 
         Raises:
-            ValueError: The batch is malformed, or the loss does not accept a setting. Nothing
-                was sent.
+            ValueError: The batch is malformed. Nothing was sent.
             DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
-            GroupCallError: A rank failed; a job with one rank raises its CallError.
+            GroupCallError: A rank failed, such as by a setting that the loss does not accept; a
+                job with one rank raises its CallError.
         """
         return await run_async(
             self._ranks.step("train_batch", samples, loss_fn, loss_kwargs, timeout)
@@ -157,10 +151,10 @@ class TrainController(RoleController):
             The engine's statistics over the global batch.
 
         Raises:
-            ValueError: The batch is malformed, or the loss does not accept a setting. Nothing
-                was sent.
+            ValueError: The batch is malformed. Nothing was sent.
             DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
-            GroupCallError: A rank failed; a job with one rank raises its CallError.
+            GroupCallError: A rank failed, such as by a setting that the loss does not accept; a
+                job with one rank raises its CallError.
         """
         return await run_async(
             self._ranks.step("eval_batch", samples, loss_fn, loss_kwargs, timeout)

@@ -13,7 +13,8 @@ import torch
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.controller._rollout.request_api import samples_of
 from helmsman.engines._models.model import build_model
-from helmsman.engines.rollout import HFRolloutEngine, RolloutConfig
+from helmsman.engines.rollout import HFRolloutEngine
+from helmsman.engines.rollout_config import RolloutConfig
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.small_models import (
     GEMMA3_MIXED,
