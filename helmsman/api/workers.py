@@ -33,8 +33,19 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def id_of(worker: str | Worker) -> str:
-    """Return the id of a worker, given as its id or as a Worker."""
-    return worker.id if isinstance(worker, Worker) else worker
+    """Return the id of a worker, given as its id or as a Worker.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if isinstance(worker, str):
+        return worker
+    if isinstance(worker, Worker):
+        return worker.id
+    raise TypeError(
+        f"the worker is {worker!r} (of type {type(worker).__qualname__}), expected its id, as "
+        "'role/0', or a Worker"
+    )
 
 
 def ids_of(workers: Collection[str | Worker]) -> list[str]:
@@ -42,6 +53,7 @@ def ids_of(workers: Collection[str | Worker]) -> list[str]:
 
     Raises:
         ValueError: ``workers`` is a single id, whose letters would be taken for ids.
+        TypeError: One of them is neither an id nor a Worker.
     """
     if isinstance(workers, str):
         raise ValueError(

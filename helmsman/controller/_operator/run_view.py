@@ -36,7 +36,7 @@ from helmsman.controller._schedulers.roles import Role, RoleRegistry
 from helmsman.controller._schedulers.worker_requests import ask_all
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
-from helmsman.controller._validation.argument_types import checked
+from helmsman.controller._validation.argument_types import refusal
 from helmsman.rpc_server._host.examination import examine_script, thread_stack_of
 from helmsman.rpc_server._host.threads import all_stacks
 from helmsman.rpc_server._process.guardian import mark_of
@@ -135,22 +135,20 @@ class RunView(RunObserver):
     ) -> contextlib.AbstractContextManager[None]:
         return self._activity.phase(kind, detail, waits_for)
 
-    @checked
     def watch(self, policy: HangPolicy) -> None:
+        if not isinstance(policy, HangPolicy):
+            raise refusal("watch", "policy", policy, "HangPolicy")
         self.hang_policy = policy
 
-    @checked
     def phase(self, kind: str, detail: str = "") -> contextlib.AbstractContextManager[None]:
         return self._activity.phase(kind, detail)
 
-    @checked
     def figure(self, name: str, value: object) -> None:
-        self._activity.facts[name] = str(value)
+        self._activity.facts[str(name)] = str(value)
 
     def record(self, kind: int, name: str, number: int = 0, value: float = 0.0) -> None:
         self._recorder.note(kind, self._recorder.name(name), number, value)
 
-    @checked
     def describe_by(
         self, role: str, describe: _Describe, operated: _Operated = lambda: None
     ) -> None:
@@ -212,7 +210,6 @@ class RunView(RunObserver):
                 return found
         raise errors.HelmsmanError(f"no worker on node {node} answers")
 
-    @checked
     def snapshot(
         self, role: str | None = None, *, reports: bool = False, timeout: float = 5.0
     ) -> RunSnapshot:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -17,7 +16,7 @@ from helmsman.api.scheduler import Call, EngineSpec, Job, Scheduler, Worker
 from helmsman.controller._aio.event_loop import forbid_blocking, run_blocking, run_sync
 from helmsman.controller._roles.call_all import call_all, gather_all
 from helmsman.controller._validation.argument_names import require_engine_arguments
-from helmsman.controller._validation.argument_types import checked, refusal
+from helmsman.controller._validation.argument_types import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -304,10 +303,10 @@ def blocking(
 ) -> Callable[Concatenate[S, P], T]:
     """Return the blocking form ``x`` of a coroutine method ``async_x``.
 
-    It has the same arguments, checks and docstring. The method may await only run_async and other
+    It has the same arguments and docstring. The method may await only run_async and other
     such methods. An interrupt of the waiting thread cancels the operation.
     """
-    core: Any = inspect.unwrap(method)
+    core: Any = method
 
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         result: T = run_blocking(core(self, *args, **kwargs))
@@ -316,4 +315,4 @@ def blocking(
     functools.update_wrapper(call, core)
     call.__name__ = core.__name__.removeprefix("async_")
     call.__qualname__ = f"{core.__qualname__.rpartition('.')[0]}.{call.__name__}"
-    return checked(call)
+    return call

@@ -28,6 +28,7 @@ from helmsman.controller._generation.request import RequestOptions, Ticket
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, group_error, observe
 from helmsman.controller._rollout.instances import Instances
+from helmsman.controller._validation.argument_types import refusal, require_integer
 
 T = TypeVar("T")
 Prompt: TypeAlias = Sequence[int] | GenerationRequest
@@ -54,6 +55,8 @@ class RequestMaker:
             ValueError: The prompt is invalid, with ``name`` in the message, or ``resume_from``
                 cannot be continued.
         """
+        if not (sampling is None or isinstance(sampling, SamplingParams)):
+            raise refusal("generate", "sampling", sampling, "SamplingParams | None")
         if isinstance(prompt, GenerationRequest):
             if sampling is not None:
                 raise ValueError(
@@ -102,7 +105,7 @@ class RequestMaker:
 
 
 def _token_ids(prompt: object, name: str) -> list[int]:
-    if isinstance(prompt, str) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, str | bytes | bytearray) or not isinstance(prompt, Iterable):
         raise ValueError(
             f"{name} is of type {type(prompt).__name__}; expected its token ids, or a "
             "GenerationRequest"
@@ -115,7 +118,9 @@ def samples_of(request: GenerationRequest, num_samples: int) -> list[GenerationR
 
     Raises:
         ValueError: ``num_samples`` is below 1.
+        TypeError: It is no integer.
     """
+    require_integer("generate", "num_samples", num_samples)
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; expected 1 or more")
     if num_samples == 1:
@@ -314,6 +319,7 @@ class RolloutRequests:
         resume_from: GenerationResult | None,
     ) -> Future[GenerationResult]:
         request = self.maker.make(prompt, sampling, resume_from)
+        _require_options(options)
         self._require_turn("submit")
         kept = {request.request_id: resume_from} if resume_from is not None else {}
         return (await self._instances.requests.submit(request, options, kept=kept)).future
@@ -380,6 +386,7 @@ class RolloutRequests:
         num_samples: int = 1,
         resume_from: GenerationResult | None = None,
     ) -> list[Ticket]:
+        _require_options(options)
         self._require_turn("generate")
         kept = {requests[0].request_id: resume_from} if resume_from is not None else {}
         together = num_samples if self._samples_by_engine else 1
@@ -392,10 +399,16 @@ class RolloutRequests:
     # --- control ----------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Collection[str] | None) -> int:
-        require_ids("request_ids", request_ids)
-        return await self._instances.requests.abort(
-            None if request_ids is None else frozenset(request_ids)
-        )
+        if isinstance(request_ids, str):
+            raise ValueError(
+                f"request_ids is {request_ids!r}; expected a sequence of ids, such as "
+                f"[{request_ids!r}]"
+            )
+        chosen = None if request_ids is None else frozenset(request_ids)
+        for each in chosen or ():
+            if not isinstance(each, str):
+                raise refusal("abort", "request_ids", each, "Collection[str]")
+        return await self._instances.requests.abort(chosen)
 
     async def pause(self, in_flight: InFlight, timeout: float | None, by: str = "") -> None:
         """Stop sending requests until ``resume``, as RolloutController.pause does.
@@ -467,14 +480,9 @@ class RolloutRequests:
             ) from error
 
 
-def require_ids(name: str, ids: Collection[str] | None) -> None:
-    """Check that ``ids`` is a collection of ids.
-
-    Raises:
-        ValueError: It is a single id, whose letters would be taken for ids.
-    """
-    if isinstance(ids, str):
-        raise ValueError(f"{name} is {ids!r}; expected a sequence of ids, such as [{ids!r}]")
+def _require_options(options: object) -> None:
+    if not (options is None or isinstance(options, RequestOptions)):
+        raise refusal("generate", "options", options, "RequestOptions | None")
 
 
 def _require_one_of(name: str, value: str, choices: Sequence[str]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
+import msgspec
+
 from helmsman.api.closing import Starting
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.generation import GenerationResult, InFlight, SamplingParams
@@ -26,7 +28,7 @@ from helmsman.controller._rollout.instances import Instances
 from helmsman.controller._rollout.partial_sleep import PartialSleep
 from helmsman.controller._rollout.request_api import OnError, Prompt, RolloutRequests, samples_of
 from helmsman.controller._rollout.weight_state import RolloutWeights
-from helmsman.controller._validation.argument_types import checked
+from helmsman.controller._validation.argument_types import refusal, require_integer, require_seconds
 
 
 class RolloutController(Starting):
@@ -170,7 +172,6 @@ class RolloutController(Starting):
 
     # --- generation -------------------------------------------------------------------------------
 
-    @checked
     async def async_generate(
         self,
         prompts: Sequence[Prompt],
@@ -208,7 +209,6 @@ class RolloutController(Starting):
 
     generate = blocking(async_generate)
 
-    @checked
     async def async_generate_one(
         self,
         prompt: Prompt,
@@ -249,7 +249,6 @@ class RolloutController(Starting):
 
     generate_one = blocking(async_generate_one)
 
-    @checked
     async def async_generate_samples(
         self,
         prompt: Prompt,
@@ -305,7 +304,6 @@ class RolloutController(Starting):
         on_error: OnError,
     ) -> Iterator[tuple[int, GenerationResult | Exception]]: ...
 
-    @checked
     def stream(
         self,
         prompts: Sequence[Prompt],
@@ -364,7 +362,6 @@ class RolloutController(Starting):
         on_error: OnError,
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]: ...
 
-    @checked
     def async_stream(
         self,
         prompts: Sequence[Prompt],
@@ -400,7 +397,6 @@ class RolloutController(Starting):
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.async_stream(requests, options, num_samples, on_error)
 
-    @checked
     async def async_submit(
         self,
         prompt: Prompt,
@@ -436,7 +432,6 @@ class RolloutController(Starting):
 
     # --- flow of requests -------------------------------------------------------------------------
 
-    @checked
     async def async_abort(self, request_ids: Collection[str] | None = None) -> int:
         """End requests early; each returns the tokens that it has, with stop_reason 'abort'.
 
@@ -457,7 +452,6 @@ class RolloutController(Starting):
 
     abort = blocking(async_abort)
 
-    @checked
     async def async_pause(self, in_flight: InFlight = "keep", timeout: float | None = None) -> None:
         """Stop sending requests to workers until ``resume``; new requests are still queued.
 
@@ -476,6 +470,7 @@ class RolloutController(Starting):
                 workers. The flow is paused nevertheless, and aborted requests still return when
                 their worker replies. If the worker dies, ``retries`` decides about them.
         """
+        require_seconds("pause", timeout)
         await run_async(self._requests.pause(in_flight, timeout))
 
     pause = blocking(async_pause)
@@ -486,7 +481,6 @@ class RolloutController(Starting):
 
     resume = blocking(async_resume)
 
-    @checked
     async def async_wait_idle(self, timeout: float | None = None) -> None:
         """Wait until no request is in flight and, unless paused, none is queued.
 
@@ -499,13 +493,13 @@ class RolloutController(Starting):
         Raises:
             RequestsInFlightError: Requests are left after ``timeout``.
         """
+        require_seconds("wait_idle", timeout)
         await run_async(self._requests.wait_idle(timeout))
 
     wait_idle = blocking(async_wait_idle)
 
     # --- instances --------------------------------------------------------------------------------
 
-    @checked
     async def async_add(self, count: int = 1) -> list[str]:
         """Add workers. On an error or an interrupt none of them is added.
 
@@ -525,11 +519,11 @@ class RolloutController(Starting):
             GroupCallError: An engine could not be built. A single new worker raises the error
                 itself.
         """
+        require_integer("add", "count", count)
         return await run_async(self._pool.add(count))
 
     add = blocking(async_add)
 
-    @checked
     async def async_drain(
         self, worker_ids: Collection[str | Worker], *, migrate: bool = False
     ) -> None:
@@ -551,7 +545,6 @@ class RolloutController(Starting):
 
     drain = blocking(async_drain)
 
-    @checked
     async def async_undrain(self, worker_ids: Collection[str | Worker]) -> None:
         """Send requests to these workers again; ends all their drains.
 
@@ -566,7 +559,6 @@ class RolloutController(Starting):
 
     undrain = blocking(async_undrain)
 
-    @checked
     async def async_remove(
         self, worker_ids: Collection[str | Worker], *, migrate: bool = False
     ) -> None:
@@ -592,7 +584,6 @@ class RolloutController(Starting):
 
     remove = blocking(async_remove)
 
-    @checked
     async def async_scale(self, replicas: int, *, migrate: bool = False) -> None:
         """Resize to ``replicas`` workers by ``add``, or by ``remove`` of the last ones.
 
@@ -612,13 +603,13 @@ class RolloutController(Starting):
             HelmsmanError: ``undrain`` ended the drain of a removed worker while it had requests.
             ShutdownIncompleteError: Processes of removed workers are still alive.
         """
+        require_integer("scale", "replicas", replicas)
         await run_async(self._pool.scale(replicas, migrate))
 
     scale = blocking(async_scale)
 
     # --- weights ----------------------------------------------------------------------------------
 
-    @checked
     async def async_update_weights(
         self, weights: ResultHandle | Weights, version: int, timeout: float | None = None
     ) -> int:
@@ -645,11 +636,14 @@ class RolloutController(Starting):
                 raises the error itself. It is raised once all workers have replied; under
                 supervision only if no worker serves the weights or will.
         """
+        if not isinstance(weights, Mapping | msgspec.Struct):
+            raise refusal("update_weights", "weights", weights, "ResultHandle | Weights")
+        require_integer("update_weights", "version", version)
+        require_seconds("update_weights", timeout)
         return await run_async(self.weight_sink.update_all(weights, version, timeout))
 
     update_weights = blocking(async_update_weights)
 
-    @checked
     async def async_sleep(
         self,
         level: int = 1,
@@ -680,6 +674,7 @@ class RolloutController(Starting):
                 with one worker raises the error itself. Other workers may be asleep: call ``sleep``
                 or ``wake`` again. The death of a worker is only logged while others are left.
         """
+        require_seconds("sleep", timeout)
         if worker_ids is None:
             await run_async(self.weight_sink.sleep(level, in_flight, timeout))
         else:
@@ -687,7 +682,6 @@ class RolloutController(Starting):
 
     sleep = blocking(async_sleep)
 
-    @checked
     async def async_wake(
         self,
         *,
@@ -716,6 +710,7 @@ class RolloutController(Starting):
                 with one worker raises the error itself. The death of a worker is only logged while
                 others are left.
         """
+        require_seconds("wake", timeout)
         if worker_ids is None:
             await run_async(self.weight_sink.wake(weights_only, timeout))
         elif weights_only:

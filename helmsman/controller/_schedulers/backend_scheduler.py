@@ -43,7 +43,7 @@ from helmsman.controller._schedulers.run_end import RunEnd
 from helmsman.controller._schedulers.worker_requests import ask_all, inject, probe
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
-from helmsman.controller._validation.argument_types import checked, refusal
+from helmsman.controller._validation.argument_types import refusal, require_seconds
 from helmsman.rpc_server._wire.messages import Verb
 
 log = logging.getLogger(__name__)
@@ -126,19 +126,16 @@ class BackendScheduler(Scheduler):
         self._roles.require_open("nodes")
         return [as_node(state) for state in self._backend.allocator.snapshot().nodes]
 
-    @checked
     def plan(self, jobs: Job | Collection[Job]) -> Plan:
-        valid = _valid(jobs)
+        valid = _valid("plan", jobs)
         self._roles.require_open("plan")
         return self._backend.allocator.plan(valid, [role.as_planned() for role in self._roles])
 
     # --- roles ------------------------------------------------------------------------------------
 
-    @checked
     def create_workers(self, job: Job | Collection[Job]) -> list[str]:
-        return self._lifecycle.create(_valid(job))
+        return self._lifecycle.create(_valid("create_workers", job))
 
-    @checked
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
         target = self._roles.open_role(target_role, "fork_workers")
         job = Job(
@@ -154,55 +151,39 @@ class BackendScheduler(Scheduler):
                 type="colocation", target=target_role, fork=True
             ),
         )
-        return self._lifecycle.create(_valid(job))
+        return self._lifecycle.create(_valid("fork_workers", job))
 
-    @checked
     def reserve(self, job: Job) -> list[Reservation]:
-        return self._lifecycle.reserve(*_valid(job))
+        return self._lifecycle.reserve(*_valid("reserve", job))
 
-    @checked
     def restart_worker(self, worker_id: str | Worker) -> None:
         self._lifecycle.restart_worker(id_of(worker_id))
 
-    @checked
     def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
         self._lifecycle.restart_workers(role, elsewhere=elsewhere)
 
-    @checked
     def scale(self, role: str, replicas: int) -> list[str]:
         return self._lifecycle.scale(role, replicas)
 
-    @checked
     def add_workers(self, role: str, count: int) -> list[str]:
         return self._lifecycle.add(role, count)
 
-    @checked
     def remove_workers(self, role: str, worker_ids: Sequence[str | Worker]) -> None:
-        if isinstance(worker_ids, str):
-            raise refusal(
-                "remove_workers",
-                "worker_ids",
-                worker_ids,
-                "Sequence[str]",
-                f"Give a list of ids: [{worker_ids!r}]",
-            )
         entry = self._roles.open_role(role, "remove_workers")
         run_sync(self._lifecycle.remove(entry, list(dict.fromkeys(ids_of(worker_ids)))))
 
-    @checked
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
         if role is not None:
             self._roles.open_role(role, "delete_workers")
         self._lifecycle.delete(role, reverse_order)
 
-    @checked
     def advise(self, role: str, next_step: str) -> None:
         self._lifecycle.advice[role] = next_step
 
     # --- workers ----------------------------------------------------------------------------------
 
-    @checked
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
+        require_seconds("get_workers", timeout)
         clients = self._roles.open_role(role, "get_workers").clients
         limit_s = self.timeouts.health_s if timeout is None else timeout
         if limit_s > 0:
@@ -229,21 +210,18 @@ class BackendScheduler(Scheduler):
 
         return run_sync(ask())
 
-    @checked
     def stacks(self, role: str) -> dict[str, str]:
         clients = self._roles.open_role(role, "stacks").clients
         answers = run_sync(ask_all(clients, Verb.STACKS))
         return {worker_id: str(answer) for worker_id, answer in answers.items()}
 
-    @checked
     def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
         clients = self._roles.open_role(role, "environment").clients
         return _ask_all(clients, lambda client: client.control(Verb.ENVIRONMENT))
 
-    @checked
     async def set_worker_env(self, worker_id: str | Worker, env: Mapping[str, str]) -> None:
         id_ = id_of(worker_id)
-        given: dict[Any, Any] = plain(env)
+        given: dict[Any, Any] = plain(dict(env))
         wrong = {
             name: value
             for name, value in given.items()
@@ -262,10 +240,10 @@ class BackendScheduler(Scheduler):
         self._backend.require_environment(id_, given)
         await run_async(client.control(Verb.SET_ENV, given))
 
-    @checked
     async def check_health(
         self, worker_id: str | Worker, timeout: float | None = None
     ) -> WorkerHealth:
+        require_seconds("check_health", timeout)
         id_ = id_of(worker_id)
         client = self._roles.client(id_)
         limit = (
@@ -291,7 +269,6 @@ class BackendScheduler(Scheduler):
         told = {worker_id: notice for worker_id, notice in found.items() if notice is not None}
         return told | await self._backend.allocator.preemption_notices(places)
 
-    @checked
     async def inject(self, fault: Fault) -> list[Injection]:
         if self.shares_process:
             raise errors.FaultsUnsupportedError(scheduler=type(self).__name__)
@@ -300,17 +277,14 @@ class BackendScheduler(Scheduler):
             inject(fault, target, self._roles.clients(), self._backend.allocator.why_node_stays)
         )
 
-    @checked
     async def kill_worker(self, worker_id: str | Worker, cause: str) -> None:
         await run_async(self._roles.client(id_of(worker_id)).kill(cause))
 
-    @checked
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         await run_async(probe(role, dict(self._roles.role(role).clients), address, port))
 
     # --- engines and values -----------------------------------------------------------------------
 
-    @checked
     async def create_engine(
         self,
         worker_id: str | Worker,
@@ -321,7 +295,6 @@ class BackendScheduler(Scheduler):
     ) -> None:
         await self._calls.create_engine(id_of(worker_id), engine, engine_name, args, kwargs)
 
-    @checked
     def create_engines(
         self,
         worker_ids: Collection[str | Worker],
@@ -331,17 +304,6 @@ class BackendScheduler(Scheduler):
         **kwargs: Any,
     ) -> None:
         run_sync(self.async_create_engines(worker_ids, engine, engine_name, *args, **kwargs))
-
-    @checked
-    async def async_create_engines(
-        self,
-        worker_ids: Collection[str | Worker],
-        engine: str | Callable[..., Any] | EngineSpec,
-        engine_name: str | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        await super().async_create_engines(worker_ids, engine, engine_name, *args, **kwargs)
 
     def call_engine(
         self,
@@ -371,7 +333,6 @@ class BackendScheduler(Scheduler):
             id_of(worker_id), method, engine_name, Call(args, kwargs, rpc_meta), rpc_timeout
         )
 
-    @checked
     def call_many(
         self,
         calls: Mapping[str, Call],
@@ -387,19 +348,19 @@ class BackendScheduler(Scheduler):
         self._roles.require_open("put")
         return self._values.put(value)
 
-    @checked
     def get(self, handle: ResultHandle) -> Any:
         self._roles.require_open("get")
         return self._values.get(handle)
 
-    @checked
     def release(self, handle: ResultHandle) -> None:
         self._values.release(handle)
 
 
-def _valid(job: Job | Collection[Job]) -> list[Job]:
-    jobs = [job] if isinstance(job, Job) else list(job)
+def _valid(method: str, job: Job | Collection[Job]) -> list[Job]:
+    jobs = list(job) if isinstance(job, Collection) else [job]
     for index, each in enumerate(jobs):
+        if not isinstance(each, Job):
+            raise refusal(method, "job", each, "Job | Collection[Job]")
         each.validate()
         if each.role in {other.role for other in jobs[:index]}:
             raise errors.InvalidSpecError(

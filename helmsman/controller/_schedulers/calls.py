@@ -124,6 +124,8 @@ class CallService:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
+        if not (engine_name is None or isinstance(engine_name, str)):
+            raise _wrong_name("create_engine", "engine", "constructor's", engine_name)
         client = self._roles.client(worker_id)
         name = str.__str__(engine_name or worker_id)
         payload = encode_arguments(worker_id, name, "__init__", (engine, args, kwargs))
@@ -168,7 +170,7 @@ class CallService:
         call: Call,
         timeout: float | None,
     ) -> tuple[WorkerClient, Outgoing, float, str]:
-        _require_call(caller, worker_id, method, engine_name, call.rpc_meta)
+        _require_call(caller, method, engine_name, call.rpc_meta)
         limit_s, source = self._limit(caller, timeout)
         client = self._roles.client(worker_id)
         return client, self._packed(client, worker_id, method, engine_name, call), limit_s, source
@@ -187,13 +189,13 @@ class CallService:
         Workers with the same arguments share one message, which is encoded once. Ids of one process
         do not share a message, since its request id would not be unique there.
         """
-        fanout = Fanout(*self._limit("call_many", timeout))
+        fanout = Fanout(*self._limit("call_many", timeout, "timeout"))
         shared: dict[tuple[Any, ...], Outgoing] = {}
         packed: list[tuple[str, WorkerClient, Outgoing]] = []
         num_packed: collections.Counter[WorkerClient] = collections.Counter()
         for worker_id, call in calls.items():
             try:
-                _require_call("call_many", worker_id, method, engine_name, call.rpc_meta)
+                _require_call("call_many", method, engine_name, call.rpc_meta)
                 client = self._roles.client(worker_id)
                 key = (
                     id(call.payload),
@@ -255,26 +257,25 @@ class CallService:
         return Outgoing(request, payload)
 
 
-def _require_call(
-    caller: str, worker_id: object, method: object, engine_name: object, rpc_meta: object
-) -> None:
+def _require_call(caller: str, method: object, engine_name: object, rpc_meta: object) -> None:
     """Raise TypeError for an argument of a wrong type.
 
     The checks are written out because they are part of the cost of an empty call.
     """
-    if not isinstance(worker_id, str):
-        raise refusal(caller, "worker_id", worker_id, "str, as 'role/0'")
     if not isinstance(method, str):
         raise refusal(caller, "method", method, "str, the name of a method of the engine")
     if not (engine_name is None or isinstance(engine_name, str)):
-        hint = f'{caller}(worker, "{method}", "counter", {reprlib.repr(engine_name)})'
-        hint = (
-            "The engine's name, or None for the worker's id, comes before the method's "
-            f"arguments: {hint}"
-        )
-        raise refusal(caller, "engine_name", engine_name, "str | None", hint)
+        raise _wrong_name(caller, f'"{method}"', "method's", engine_name)
     if rpc_meta is not None:
         _require_meta(caller, rpc_meta)
+
+
+def _wrong_name(caller: str, before: str, whose: str, name: object) -> TypeError:
+    hint = (
+        f"The engine's name, or None for the worker's id, comes before the {whose} arguments: "
+        f'{caller}(worker, {before}, "counter", {reprlib.repr(name)})'
+    )
+    return refusal(caller, "engine_name", name, "str | None", hint)
 
 
 def _require_meta(caller: str, rpc_meta: object) -> None:

@@ -34,6 +34,7 @@ from helmsman.controller._schedulers.roles import (
     stop_roles,
 )
 from helmsman.controller._transport.client import WorkerClient
+from helmsman.controller._validation.argument_types import require_integer
 from helmsman.rpc_server._wire.messages import Verb, WorkerConfig
 
 _COMMAND_ENGINE = "helmsman.rpc_server._process.command.CommandEngine"
@@ -328,11 +329,13 @@ class RoleLifecycle:
     # --- growth -----------------------------------------------------------------------------------
 
     def scale(self, name: str, replicas: int) -> list[str]:
+        require_integer("scale", "replicas", replicas)
         role = self._roles.open_role(name, "scale")
         self._require_scalable(role, replicas, shrinks=replicas < len(role.clients))
         return self._scale(role, lambda: replicas - len(role.clients))
 
     def add(self, name: str, count: int) -> list[str]:
+        require_integer("add_workers", "count", count)
         role = self._roles.open_role(name, "add_workers")
         self._require_scalable(role, count, shrinks=False)
         return self._scale(role, lambda: count)

@@ -30,7 +30,7 @@ from helmsman.controller._roles.role_controller import (
     rank_environment,
 )
 from helmsman.controller._training.ranks import Ranks
-from helmsman.controller._validation.argument_types import checked
+from helmsman.controller._validation.argument_types import require_integer
 from helmsman.controller._weight_sync.sync import WeightSync
 from helmsman.controller._weight_sync.transport import ViaExport
 
@@ -99,7 +99,6 @@ class TrainController(RoleController):
         self._ranks = Ranks(self, model_parallel_size, device_owner=lambda: self.device_owner)
         self.weight_source = self._ranks
 
-    @checked
     async def async_train_batch(
         self,
         samples: Sequence[Sample],
@@ -131,7 +130,6 @@ class TrainController(RoleController):
 
     train_batch = blocking(async_train_batch)
 
-    @checked
     async def async_eval_batch(
         self,
         samples: Sequence[Sample],
@@ -162,7 +160,6 @@ class TrainController(RoleController):
 
     eval_batch = blocking(async_eval_batch)
 
-    @checked
     async def async_forward(
         self, samples: Sequence[Sample], timeout: float | None = None
     ) -> list[Any]:
@@ -184,7 +181,6 @@ class TrainController(RoleController):
 
     forward = blocking(async_forward)
 
-    @checked
     async def async_save(
         self,
         path: str | os.PathLike[str],
@@ -212,7 +208,6 @@ class TrainController(RoleController):
 
     save = blocking(async_save)
 
-    @checked
     async def async_wait_for_save(self, timeout: float | None = None) -> None:
         """Wait until background saves are written, for at most ``timeout`` seconds.
 
@@ -223,7 +218,6 @@ class TrainController(RoleController):
 
     wait_for_save = blocking(async_wait_for_save)
 
-    @checked
     async def async_export_hf(
         self,
         path: str | os.PathLike[str],
@@ -250,7 +244,6 @@ class TrainController(RoleController):
 
     export_hf = blocking(async_export_hf)
 
-    @checked
     async def async_sleep(self, timeout: float | None = None) -> None:
         """Move the state of all ranks to host memory, to free their devices. Idempotent.
 
@@ -261,7 +254,6 @@ class TrainController(RoleController):
 
     sleep = blocking(async_sleep)
 
-    @checked
     async def async_wake(self, timeout: float | None = None) -> None:
         """Move the state of all ranks back to their devices. Idempotent.
 
@@ -273,7 +265,6 @@ class TrainController(RoleController):
 
     wake = blocking(async_wake)
 
-    @checked
     async def async_load(self, path: str | os.PathLike[str], timeout: float | None = None) -> None:
         """Load the training state that ``save`` wrote.
 
@@ -304,21 +295,19 @@ class TrainController(RoleController):
 
     get_version = blocking(async_get_version)
 
-    @checked
     async def async_set_version(self, version: int) -> None:
         """Set the weight version on all ranks."""
+        require_integer("set_version", "version", version)
         await run_async(self.weight_source.set_version(version))
 
     set_version = blocking(async_set_version)
 
-    @checked
     async def async_set_lr(self, lr: float) -> None:
         """Set the learning rate on all ranks, from the next step on."""
         await run_async(self._ranks.replicated("set_lr", lr))
 
     set_lr = blocking(async_set_lr)
 
-    @checked
     async def async_export_weights(self, timeout: float | None = None) -> ResultHandle:
         """Gather the full parameters on rank 0 and return their handle.
 
@@ -328,7 +317,6 @@ class TrainController(RoleController):
 
     export_weights = blocking(async_export_weights)
 
-    @checked
     async def async_update_rollout(
         self, rollout: ReceivesWeights, timeout: float | None = None
     ) -> int:
@@ -353,7 +341,6 @@ class TrainController(RoleController):
 
     update_rollout = blocking(async_update_rollout)
 
-    @checked
     def recover(
         self, checkpoint: str | os.PathLike[str] | None = None, timeout: float | None = None
     ) -> int:

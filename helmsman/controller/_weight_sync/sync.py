@@ -14,7 +14,7 @@ from helmsman.api.weight_exchange import ReceivesWeights, SendsWeights
 from helmsman.api.weights import WeightFormat
 from helmsman.controller._aio.event_loop import run_async
 from helmsman.controller._roles.role_controller import blocking
-from helmsman.controller._validation.argument_types import checked
+from helmsman.controller._validation.argument_types import require_seconds
 from helmsman.controller._weight_sync.transport import Push, WeightTransport
 from helmsman.controller._weight_sync.via_device import ByPlacement
 
@@ -77,7 +77,6 @@ class WeightSync:
         )
         self._transport.check(source, sink)
 
-    @checked
     async def async_push(self, timeout: float | None = None) -> SyncReport:
         """Push the trainer's weights to all live instances, which then serve them.
 
@@ -97,6 +96,7 @@ class WeightSync:
             GroupCallError: An update failed on an instance; under supervision, on all instances. A
                 role with one instance raises its CallError.
         """
+        require_seconds("push", timeout)
         return await run_async(self._push(timeout))
 
     push = blocking(async_push)

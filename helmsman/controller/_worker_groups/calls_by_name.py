@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import abc
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import GroupFuture, RegisteredMethod, WorkerGroup
-from helmsman.controller._validation.argument_types import checked
+from helmsman.controller._validation.argument_types import require_integer
 
 W_co = TypeVar("W_co", covariant=True)
 Method: TypeAlias = str | RegisteredMethod[Any, ..., Any, Any]
@@ -19,13 +18,13 @@ Method: TypeAlias = str | RegisteredMethod[Any, ..., Any, Any]
 class CallsByName(WorkerGroup[W_co]):
     """A worker group whose methods can be called by name, on all ranks or on some."""
 
-    @checked
     def get_rank_info(self, rank: int) -> RankInfo:
         """Coordinates of a rank, as computed by the controller.
 
         Raises:
             IndexError: The group has no such rank.
         """
+        require_integer("get_rank_info", "rank", rank)
         return self.topology.get_rank_info(rank)
 
     def execute_rank_zero_sync(
@@ -120,7 +119,6 @@ class CallsByName(WorkerGroup[W_co]):
         """
         return self._execute(method, range(self.world_size), args, kwargs, timeout, list)
 
-    @checked
     def execute_on(
         self,
         ranks: Sequence[int],
@@ -155,7 +153,6 @@ class CallsByName(WorkerGroup[W_co]):
         future = self.execute_on_async(ranks, method, *args, timeout=timeout, **kwargs)
         return future.awaited()
 
-    @checked
     def execute_on_async(
         self,
         ranks: Sequence[int],
@@ -187,7 +184,7 @@ class CallsByName(WorkerGroup[W_co]):
             UnevenBatchError: The rows of a Shard do not divide evenly. Nothing is sent.
             ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
         """
-        ranks = [self.get_rank_info(operator.index(rank)).rank for rank in ranks]
+        ranks = [self.get_rank_info(rank).rank for rank in ranks]
         if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"ranks are {ranks}, expected at least one and no duplicates")
         return self._execute(method, ranks, args, kwargs, timeout, list)

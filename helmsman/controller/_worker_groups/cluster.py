@@ -34,7 +34,7 @@ from helmsman.api.worker_group import (
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync, submit
 from helmsman.controller._roles.role_controller import RoleController, rank_environment
 from helmsman.controller._validation.argument_names import require_engine_arguments
-from helmsman.controller._validation.argument_types import checked, require_seconds
+from helmsman.controller._validation.argument_types import require_seconds
 from helmsman.controller._worker_groups import dispatch
 from helmsman.controller._worker_groups.call_order import (
     CallOrder,
@@ -179,7 +179,6 @@ class Cluster(RoleController, CallsByName[W_co]):
         """Devices of each rank; empty for workers without devices."""
         return {worker.rank: worker.devices for worker in self._allocation.workers}
 
-    @checked
     def workers_on(self, devices: str | Sequence[int]) -> list[Worker]:
         """Return the workers that hold any of these devices, in rank order.
 
@@ -335,7 +334,6 @@ class Cluster(RoleController, CallsByName[W_co]):
 
     # --- calls from other processes ---------------------------------------------------------------
 
-    @checked
     def handle(self, *, address: str | None = None) -> ClusterHandle[W_co]:
         """Return a handle that other processes can call; it can be pickled.
 
@@ -377,7 +375,6 @@ class Cluster(RoleController, CallsByName[W_co]):
         found = {status.worker_id: status for status in self.scheduler.status()}
         return [found.get(worker.id, _deleted(worker)) for worker in self.workers]
 
-    @checked
     def restart(self, rank: int) -> None:
         """Replace the process of a rank, on the same devices, and rebuild its instance.
 

@@ -23,7 +23,7 @@ from helmsman.api.plan import Node, Reservation, aligned, ranges
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller._aio.event_loop import forbid_blocking
 from helmsman.controller._schedulers.factory import make_scheduler
-from helmsman.controller._validation.argument_types import checked
+from helmsman.controller._validation.argument_types import require_integer
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,7 +194,6 @@ class ResourceManager(Closing):
         """Number of devices held."""
         return len(self.devices)
 
-    @checked
     def allocate_placement_group(
         self,
         world_size: int,
@@ -223,6 +222,7 @@ class ResourceManager(Closing):
             PlacementInfeasibleError: Workers without devices need more CPUs than the nodes have.
             PlacementTimeoutError: Workers without devices need CPUs that others hold.
         """
+        require_integer("allocate_placement_group", "world_size", world_size)
         if world_size < 1:
             raise InvalidSpecError(
                 role=holder, field="world_size", value=world_size, expected="1 or more"
@@ -304,7 +304,6 @@ class ResourceManager(Closing):
             for rank, (_, node_rank) in enumerate(sorted(turns))
         ]
 
-    @checked
     def free(self, holder: str) -> None:
         """Remove a holder's allocation, if any; its workers are not affected."""
         with self._lock:
@@ -318,7 +317,6 @@ class ResourceManager(Closing):
         with self._lock:
             return dict(self._allocations)
 
-    @checked
     def holders(self, device: int) -> list[Holding]:
         """Workers that hold a device, longest first.
 
