@@ -16,7 +16,6 @@ from typing import Any
 from helmsman.api.closing import Closing
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.fan_out import Fanout
-from helmsman.api.faults import Fault, Injection
 from helmsman.api.forms import awaitable
 from helmsman.api.jobs import Job as Job
 from helmsman.api.jobs import NodePacking as NodePacking
@@ -292,19 +291,6 @@ class Scheduler(Closing):
             WorkerFailedError: The worker has died.
             CallTimeoutError: The worker does not answer and cannot be observed.
             WorkerNotFoundError: The worker does not exist.
-        """
-
-    @abc.abstractmethod
-    async def inject(self, fault: Fault) -> list[Injection]:
-        """Inject a fault into a worker now, whatever its ``at_step``; see FaultPlan.
-
-        Returns the outcome for each affected worker; a DropNode affects all workers of this run on
-        the node. Other calls are not affected. If a worker does not answer, the fault is not
-        injected, now or later.
-
-        Raises:
-            WorkerNotFoundError: The worker does not exist.
-            FaultsUnsupportedError: Workers are not processes of their own.
         """
 
     @abc.abstractmethod

@@ -3,8 +3,7 @@
 The contract suite for schedulers is the module ``helmsman.testing.contract``; it needs pytest.
 """
 
-from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
-from helmsman.testing._faults import FaultInjector, FaultPlan, FaultRecord
+from helmsman.testing._faults import Fault, FaultInjector, FaultPlan, FaultRecord, Hang, Kill
 from helmsman.testing._simulation import (
     GENERATED,
     EngineModel,
@@ -18,19 +17,16 @@ from helmsman.testing._simulation import (
 
 __all__ = [
     "GENERATED",
-    "DropNode",
     "EngineModel",
     "Fault",
     "FaultInjector",
     "FaultPlan",
     "FaultRecord",
     "Hang",
-    "Injection",
     "Kill",
     "Lengths",
     "SimulatedBackend",
     "SimulatedInstance",
-    "Slow",
     "VirtualLoop",
     "log_normal_lengths",
     "run_virtually",

@@ -1,45 +1,103 @@
-"""Fault injection: plans that kill, stop or slow workers at given steps of a script."""
+"""Fault injection: plans that kill or stop workers at given steps of a script."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import msgspec
 
 from helmsman.api.errors import FaultsUnsupportedError, HelmsmanError
-from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
-from helmsman.api.scheduler import Scheduler
+from helmsman.api.scheduler import Scheduler, WorkerState, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-_KINDS: Mapping[str, Callable[..., Fault]] = {
-    "kill": Kill,
-    "hang": Hang,
-    "slow": Slow,
-    "drop": DropNode,
-}
+
+class _Fault(msgspec.Struct, frozen=True):
+    worker_id: str
+    """'role/index'."""
+    at_step: int
+    """The script's step number, as passed to FaultInjector.step."""
+
+    def __post_init__(self) -> None:
+        role, _, index = self.worker_id.rpartition("/")
+        if not role or not index.isdecimal():
+            raise ValueError(
+                f"a fault is aimed at {self.worker_id!r}; expected a worker's id, 'role/index'"
+            )
+        if self.at_step < 0:
+            raise ValueError(
+                f"a fault of {self.worker_id} is at step {self.at_step}; expected 0 or more"
+            )
+
+
+class Kill(_Fault, frozen=True, tag=True):
+    """The scheduler kills the worker's process, on any node; see ``Scheduler.kill_worker``."""
+
+    def __str__(self) -> str:
+        return f"kill {self.worker_id} at step {self.at_step}"
+
+
+class Hang(_Fault, frozen=True, tag=True):
+    """SIGSTOP stops the worker's process: it does not answer, and has not ended.
+
+    The script sends the signal, so only workers on its own machine can be stopped.
+    """
+
+    seconds: float | None = None
+    """Time after which the script continues the process by SIGCONT; None: never."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seconds is not None and not 0 < self.seconds < threading.TIMEOUT_MAX:
+            raise ValueError(
+                f"seconds is {self.seconds:g} in a fault of {self.worker_id}; expected more than 0 "
+                f"and less than {threading.TIMEOUT_MAX:g}"
+            )
+
+    @property
+    def _time(self) -> str:
+        return "" if self.seconds is None else f" for {self.seconds:g} s"
+
+    def __str__(self) -> str:
+        return f"hang {self.worker_id} at step {self.at_step}{self._time}"
+
+
+Fault: TypeAlias = Kill | Hang
+
+_KINDS: Mapping[str, Callable[..., Fault]] = {"kill": Kill, "hang": Hang}
 
 
 class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a fault at one worker."""
+    """The outcome of a fault."""
 
     at: float
     """Time of the injection, in seconds since the epoch."""
     step: int
     """Step of the script at which the fault was injected."""
     fault: Fault
-    injection: Injection
+    pid: int | None
+    """The worker's process; None if there is none."""
+    node: str
+    """Address of its node; '' if there is none."""
+    done: bool
+    """Whether the fault was injected."""
+    outcome: str
+    """The effect, or the reason why the fault was not injected, for messages."""
 
     def __str__(self) -> str:
-        it = self.injection
-        what = it.outcome if it.done else f"nothing done, {it.outcome}"
-        where = f" (pid {it.pid} on {it.node})" if it.pid is not None else ""
-        return f"{self.fault}: {it.worker_id}{where}: {what}"
+        what = self.outcome if self.done else f"nothing done, {self.outcome}"
+        where = f" (pid {self.pid} on {self.node})" if self.pid is not None else ""
+        return f"{self.fault}{where}: {what}"
 
 
 class FaultInjector:
@@ -89,28 +147,80 @@ class FaultInjector:
         self._pending = [fault for fault in self._pending if fault.at_step > step]
         if first:
             due = [fault for fault in due if fault.at_step == step]
-        found = await asyncio.gather(*map(self._inject, due))
-        now = time.time()
-        new = [
-            FaultRecord(at=now, step=step, fault=fault, injection=injection)
-            for fault, injections in zip(due, found, strict=True)
-            for injection in injections
-        ]
+        workers = {}
+        if due:  # In a thread, since it blocks.
+            workers = {each.worker_id: each for each in await asyncio.to_thread(self._status)}
+        new = await asyncio.gather(
+            *(self._inject(fault, step, workers.get(fault.worker_id)) for fault in due)
+        )
         for record in new:
-            log.log(logging.INFO if record.injection.done else logging.WARNING, "drill: %s", record)
+            log.log(logging.INFO if record.done else logging.WARNING, "drill: %s", record)
         self.record += new
         return new
 
-    async def _inject(self, fault: Fault) -> list[Injection]:
+    def _status(self) -> list[WorkerStatus]:
         try:
-            return await self._scheduler.inject(fault)
-        except HelmsmanError as error:
-            # A missing worker or a closed scheduler is recorded and does not end the run.
-            return [
-                Injection(
-                    worker_id=fault.worker_id, pid=None, node="", done=False, outcome=str(error)
-                )
-            ]
+            return self._scheduler.status()
+        except HelmsmanError:  # A drill does not end the run.
+            return []
+
+    async def _inject(self, fault: Fault, step: int, worker: WorkerStatus | None) -> FaultRecord:
+        done = False
+        try:
+            if worker is None:
+                outcome = f"there is no worker {fault.worker_id!r}"
+            elif worker.pid is None or worker.state in (WorkerState.STOPPED, WorkerState.FAILED):
+                outcome = "it had already ended"
+            elif isinstance(fault, Kill):
+                await self._scheduler.kill_worker(fault.worker_id, "was killed by a drill")
+                done, outcome = True, "killed"
+            elif worker.health is not None and worker.health.process_state == "stopped":
+                outcome = "it was stopped already"
+            else:
+                _stop(worker.pid, worker.log_path, fault.seconds)
+                done, outcome = True, f"stopped{fault._time or ' until its end'}"
+        except (HelmsmanError, OSError) as error:
+            outcome = str(error)
+        return FaultRecord(
+            at=time.time(),
+            step=step,
+            fault=fault,
+            pid=worker.pid if worker is not None else None,
+            node=worker.node if worker is not None else "",
+            done=done,
+            outcome=outcome,
+        )
+
+
+def _stop(pid: int, log_path: str, seconds: float | None) -> None:
+    """Stop a worker's process on this machine, and continue it after ``seconds``.
+
+    Raises:
+        HelmsmanError: The worker runs on another machine.
+        OSError: The process has ended.
+    """
+    with contextlib.ExitStack() as stack:
+        is_here = False
+        with contextlib.suppress(OSError):
+            process = os.pidfd_open(pid)
+            stack.callback(os.close, process)
+            # Another process may have this pid here, if the worker runs elsewhere.
+            is_here = os.path.samefile(f"/proc/{pid}/fd/1", log_path)
+        if not is_here:
+            raise HelmsmanError(
+                f"no process {pid} of this machine writes to its log, and the script can stop only "
+                "workers on its own machine"
+            )
+        signal.pidfd_send_signal(process, signal.SIGSTOP)
+        if seconds is not None:
+            timer = threading.Timer(seconds, _continue, (process, stack.pop_all()))
+            timer.daemon = True
+            timer.start()
+
+
+def _continue(process: int, closing: contextlib.ExitStack) -> None:
+    with closing, contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGCONT)
 
 
 class FaultPlan:
@@ -134,7 +244,6 @@ class FaultPlan:
         rates: Mapping[str, float],
         *,
         seconds: tuple[float, float] = (5.0, 60.0),
-        factor: tuple[float, float] = (2.0, 10.0),
     ) -> FaultPlan:
         """Draw a random plan; the same arguments give the same plan on every machine.
 
@@ -142,9 +251,8 @@ class FaultPlan:
             seed: Seed of the random generator.
             workers: Ids of the workers that may be hit, each equally likely.
             steps: Number of steps of the script, numbered from 1.
-            rates: Probability per step, 0 to 1, of each kind: 'kill', 'hang', 'slow', 'drop'.
-            seconds: Shortest and longest duration of a hang or slowdown, in seconds.
-            factor: Smallest and largest slowdown factor.
+            rates: Probability per step, 0 to 1, of each kind: 'kill', 'hang'.
+            seconds: Shortest and longest duration of a hang, in seconds.
 
         Returns:
             The plan.
@@ -163,20 +271,14 @@ class FaultPlan:
         # Only random() draws the same numbers in every version of Python.
         source = random.Random(seed)
 
-        def between(bounds: tuple[float, float]) -> float:
-            return round(bounds[0] + (bounds[1] - bounds[0]) * source.random(), 3)
-
         def drawn() -> Iterator[Fault]:
             for step in range(1, steps + 1):
                 for kind, make in _KINDS.items():
-                    hits, place = source.random() < rates.get(kind, 0.0), source.random()
-                    lasts, times = between(seconds), between(factor)
-                    more = {
-                        "hang": {"seconds": lasts},
-                        "slow": {"seconds": lasts, "factor": times},
-                    }.get(kind, {})
-                    if hits:
-                        # Everything is drawn in any case, so that a rate affects only its own kind.
+                    # All is drawn in any case, so that a rate affects only its own kind.
+                    hits, place, time_s = (source.random() for _ in range(3))
+                    lasts = round(seconds[0] + (seconds[1] - seconds[0]) * time_s, 3)
+                    more = {"seconds": lasts} if kind == "hang" else {}
+                    if hits < rates.get(kind, 0.0):
                         yield make(workers[int(place * len(workers))], at_step=step, **more)
 
         return cls(drawn())

@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -27,7 +28,6 @@ import cloudpickle
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.faults import Hang, Kill
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, WorkerState
 from helmsman.testing import contract_engine
 from helmsman.testing.contract_engine import CountingEngine
@@ -242,8 +242,7 @@ class TestSchedulerContract:
         """All workers are late and share one deadline instead of one after another."""
         workers = scheduler.create_workers(Job(role=role, replicas=2))
         for worker_id in workers:
-            (injection,) = asyncio.run(scheduler.inject(Hang(worker_id, at_step=0)))
-            assert injection.done, injection.outcome
+            os.kill(asyncio.run(scheduler.check_health(worker_id)).pid, signal.SIGSTOP)
             wait_until(functools.partial(_is_stopped, scheduler, worker_id), "it is stopped")
         started = time.monotonic()
         with pytest.raises(errors.CallTimeoutError):
@@ -356,7 +355,7 @@ class TestSchedulerContract:
             queued = [engine.begin("add") for _ in range(3)]
             suspended = engine.begin("async_wait", *gate.files)
             wait_until(lambda: engine.health().num_queued == 3, "calls queue up")
-            asyncio.run(scheduler.inject(Kill(worker_id, at_step=0)))
+            os.kill(asyncio.run(scheduler.check_health(worker_id)).pid, signal.SIGKILL)
             for future in (running, suspended, *queued):
                 with pytest.raises(errors.WorkerFailedError) as caught:
                     future.result(timeout=NOTICE_S)

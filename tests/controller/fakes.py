@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from helmsman.api import errors
-from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node
 from helmsman.api.scheduler import (
     CONTROLLER,
@@ -21,6 +20,7 @@ from helmsman.api.scheduler import (
     Timeouts,
     Worker,
     WorkerHealth,
+    WorkerState,
     WorkerStatus,
 )
 from helmsman.controller._aio.event_loop import background_loop, run_sync
@@ -65,7 +65,6 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         self.probed: list[tuple[str, str, int]] = []
         self.engines: dict[str, Any] = {}
         self.sent: list[Sent] = []
-        self.injected: list[Fault] = []
         self.kept: dict[str, Any] = {}
         self.released: list[str] = []
         self.closed = False
@@ -126,7 +125,16 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         return [Node(node_id="", address="127.0.0.1")]
 
     def status(self) -> list[WorkerStatus]:
-        return []
+        return [
+            WorkerStatus(
+                worker_id=worker_id,
+                state=WorkerState.FAILED if death.done() else WorkerState.READY,
+                node="127.0.0.1",
+                pid=1,
+                log_path="",
+            )
+            for worker_id, death in self._deaths.items()
+        ]
 
     def stacks(self, role: str) -> dict[str, str]:
         return {}
@@ -154,16 +162,6 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         if self._deaths[worker_id].done():
             raise make_death(worker_id)
         return WorkerHealth(worker_id=worker_id, pid=1, node="127.0.0.1", engines={})
-
-    async def inject(self, fault: Fault) -> list[Injection]:
-        if fault.worker_id not in self._deaths:
-            raise errors.WorkerNotFoundError(name=fault.worker_id, known=list(self._deaths))
-        self.injected.append(fault)
-        return [
-            Injection(
-                worker_id=fault.worker_id, pid=1, node="127.0.0.1", done=True, outcome="recorded"
-            )
-        ]
 
     async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         return {}

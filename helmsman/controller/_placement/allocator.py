@@ -84,13 +84,6 @@ class Allocator(abc.ABC):
         """Return the notices of workers, by id, whose nodes will be preempted."""
         return {}
 
-    def why_node_stays(self, place: Placement) -> str:
-        """Return why the place's node cannot be dropped; '' if it can.
-
-        Blocks for at most one query of the cluster.
-        """
-        return "the script runs on it"
-
     def holders(self, jobs: Sequence[Job]) -> str:
         """Describe the holders of the resources that the jobs request, for messages."""
         return "others"

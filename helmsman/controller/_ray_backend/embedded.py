@@ -21,7 +21,6 @@ from helmsman.api.errors import ClusterLostError, RayStartError
 from helmsman.api.extras import needed_by
 from helmsman.api.forms import begin_in_thread
 from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.safe_files import remove_tree
@@ -338,19 +337,6 @@ def has_started_its_cluster() -> bool:
 
     node: Any = worker._global_node  # private: there is no public way to find out
     return node is not None and bool(node.is_head())
-
-
-def is_own_node(node_id: str) -> bool:
-    """Return whether this process, or ``helmsman up``, started the node's cluster for this run."""
-    if has_started_its_cluster():
-        return True
-    import ray
-
-    run_id = os.environ.get(RUN_VARIABLE)
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return bool(run_id) and any(
-        node["NodeID"] == node_id and node["Labels"].get(RUN_LABEL) == run_id for node in nodes
-    )
 
 
 @contextlib.contextmanager

@@ -39,7 +39,6 @@ from helmsman.controller._ray_backend.embedded import (
     current,
     end_connection,
     importing_ray,
-    is_own_node,
     settle,
 )
 from helmsman.controller._ray_backend.embedded_start import connect
@@ -449,11 +448,6 @@ class RayAllocator(Allocator):
             if notice := next((draining[node] for node in nodes if node in draining), None):
                 found[worker_id] = notice
         return found
-
-    def why_node_stays(self, place: Placement) -> str:
-        if place.node_id == self._here:
-            return "the script runs on it"
-        return "" if is_own_node(place.node_id) else "this run has not started the cluster"
 
 
 def _is_going(slot: placement.BundleSlot) -> bool:

@@ -13,7 +13,6 @@ import msgspec
 from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable, unfit
 from helmsman.api.fan_out import Fanout
-from helmsman.api.faults import Fault, Injection
 from helmsman.api.observer import OBSERVER
 from helmsman.api.plain import plain
 from helmsman.api.plan import Node, Plan, Reservation
@@ -40,7 +39,7 @@ from helmsman.controller._schedulers.calls import CallService, ValueStore
 from helmsman.controller._schedulers.role_lifecycle import RoleLifecycle
 from helmsman.controller._schedulers.roles import RoleRegistry, rank_of
 from helmsman.controller._schedulers.run_end import RunEnd
-from helmsman.controller._schedulers.worker_requests import ask_all, inject, probe
+from helmsman.controller._schedulers.worker_requests import ask_all, probe
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._validation.argument_types import refusal, require_seconds
@@ -268,14 +267,6 @@ class BackendScheduler(Scheduler):
         }
         told = {worker_id: notice for worker_id, notice in found.items() if notice is not None}
         return told | await self._backend.allocator.preemption_notices(places)
-
-    async def inject(self, fault: Fault) -> list[Injection]:
-        if self.shares_process:
-            raise errors.FaultsUnsupportedError(scheduler=type(self).__name__)
-        target = self._roles.client(fault.worker_id)
-        return await run_async(
-            inject(fault, target, self._roles.clients(), self._backend.allocator.why_node_stays)
-        )
 
     async def kill_worker(self, worker_id: str | Worker, cause: str) -> None:
         await run_async(self._roles.client(id_of(worker_id)).kill(cause))

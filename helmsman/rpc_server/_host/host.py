@@ -34,7 +34,6 @@ from helmsman.rpc_server._host.engine_calls import (
 )
 from helmsman.rpc_server._host.engine_registry import EngineRegistry
 from helmsman.rpc_server._host.examination import examine
-from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.journal import Journal
 from helmsman.rpc_server._host.progress import Connections
@@ -107,7 +106,6 @@ class EngineHost:
         # Without seeding this is the driver's own process.
         self._environment = Environment("node" if seeding else "driver")
         self._listener = connectivity.Listener()
-        self._faults = Faults()
         self._journal = Journal(identity, title_end, self._recorder)
         self._upkeep = Upkeep(functools.partial(self._journal.say, "%s"))
         self._engines = EngineRegistry(identity.worker_id, self._loop, self._journal.say)
@@ -160,13 +158,6 @@ class EngineHost:
                 threading.Thread(
                     target=self._answer, args=(request, reply, reach), name="reach", daemon=True
                 ).start()
-            elif request.verb is Verb.FAULT:  # waits for the start of a helper
-                threading.Thread(
-                    target=self._apply_fault,
-                    args=(request, payload, reply),
-                    name="fault",
-                    daemon=True,
-                ).start()
             else:
                 self._answer(request, reply, lambda: self._control(request, payload))
                 if request.verb is Verb.SHUTDOWN:
@@ -218,17 +209,6 @@ class EngineHost:
     def _decline(self, request: Request, reply: ReplyFn) -> None:
         """Reply to a cancelled request that will not begin, so that the transport can forget it."""
         reply(Reply(request.id, False), encode(errors.HelmsmanError("withdrawn")))
-
-    def _apply_fault(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
-        prepared: list[Prepared] = []
-
-        def prepare() -> str:
-            prepared.append(self._faults.prepare(*decode(payload)))
-            return prepared[0].ended
-
-        self._answer(request, reply, prepare)
-        for fault in prepared:
-            fault.happen()
 
     # --- control verbs ----------------------------------------------------------------------------
 

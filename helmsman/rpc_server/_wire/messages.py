@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from typing import Literal
 
@@ -51,8 +50,6 @@ class Verb(StrEnum):
     """(request id) -> CallState. Withdraws a pending call; a call that has begun continues."""
     RELEASE = "release"
     """(handle id) -> None."""
-    FAULT = "fault"
-    """(FaultCommand) -> str, the previous fault that it ends. Takes effect after the reply."""
     DESTROY = "destroy"
     """(names or None) -> list[str]. Destroys engines (None: all) on the engine thread.
 
@@ -144,26 +141,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Set before anything else; torch uses OMP_NUM_THREADS threads."""
     grant: DeviceGrant | None = None
     """Accelerators granted to the worker; verified on the first use of its platform."""
-
-
-class FaultCommand(msgspec.Struct, frozen=True, kw_only=True):
-    kind: Literal["kill", "stop"]
-    factor: float = math.inf
-    """Slowdown of a stopped process: it runs for 1/factor of the time; infinity for not at all."""
-    seconds: float = math.inf
-    """Duration in seconds; infinity until the process ends."""
-    ends_raylet: bool = False
-    """Whether the node's raylet is killed, too."""
-
-    def describe(self) -> str:
-        if self.kind == "kill":
-            return "killed"
-        what = "stopped" if math.isinf(self.factor) else f"slowed by {self.factor:g}x"
-        return (
-            f"{what} for {self.seconds:g} s"
-            if math.isfinite(self.seconds)
-            else f"{what} until its end"
-        )
 
 
 def dotted(engine_name: str | None, method: str) -> str:

@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 import psutil
 
-from helmsman.api.errors import HelmsmanError, RequestDeadlineError, WorkerNotFoundError
-from helmsman.api.faults import Fault
+from helmsman.api.errors import HelmsmanError, RequestDeadlineError
 from helmsman.api.generation import GenerationResult
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from helmsman.controller._aio.event_loop import background_loop
@@ -34,7 +33,7 @@ from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.rpc_server._host.threads import task_stack
-from helmsman.testing import Hang, Kill, Slow
+from helmsman.testing import Fault, FaultPlan, Hang, Kill
 from tests.contract.helpers import wait_until
 from tests.unit.controller.generation.invariants import end_of
 from tests.unit.controller.generation.pure_rollout import MAX_NEW_TOKENS, make_request, tokens_of
@@ -45,7 +44,6 @@ PAUSE_S = 0.002
 MEAN_GAPS = {
     "kill": 300,
     "hang": 600,
-    "slow": 600,
     "abort": 300,
     "pause": 600,
     "scale": 600,
@@ -177,14 +175,8 @@ class Soak:
             self.problems.append(f"{kind} at {at}: {''.join(traceback.format_exception(error))}")
 
     def inject(self, fault: Fault) -> None:
-        try:
-            (injection,) = asyncio.run(self.scheduler.inject(fault))
-        except WorkerNotFoundError:
-            self.outcomes[f"{type(fault).__name__} without target"] += 1
-        else:
-            self.outcomes[
-                f"{type(fault).__name__}{'' if injection.done else ' of a dead one'}"
-            ] += 1
+        (record,) = FaultPlan([fault]).begin(self.scheduler).step(0)
+        self.outcomes[f"{type(fault).__name__}: {record.outcome if record.done else 'none'}"] += 1
 
     def worker(self, source: random.Random) -> str:
         return source.choice(self.rollout.workers).id
@@ -194,9 +186,6 @@ class Soak:
 
     def hang(self, source: random.Random, at: int) -> None:
         self.inject(Hang(self.worker(source), at_step=0, seconds=source.choice((None, 0.7))))
-
-    def slow(self, source: random.Random, at: int) -> None:
-        self.inject(Slow(self.worker(source), at_step=0, factor=5, seconds=1.0))
 
     def abort(self, source: random.Random, at: int) -> None:
         numbers = [source.randrange(at, at + 300) for _ in range(source.choice((1, 5, 30)))]
