@@ -14,7 +14,7 @@ from helmsman.api.extras import needed_by
 from helmsman.recipes.answers import AgentAnswers, Answers, SingleAnswers, find_agent
 from helmsman.recipes.critic import CriticModel
 from helmsman.recipes.loop import Loop
-from helmsman.recipes.prompts import ChatTokenizer, Dataset, load_dataset
+from helmsman.recipes.prompts import Dataset, load_dataset
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.reference import Reference
 from helmsman.recipes.rewards import make_caller
@@ -22,6 +22,7 @@ from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
 from helmsman.recipes.run import Run
 from helmsman.recipes.scorer import Scorer
 from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
+from helmsman.recipes.tokens import ChatTokenizer
 from helmsman.recipes.trackers import Trackers
 
 RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, Any] | Reward

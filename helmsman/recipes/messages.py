@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +18,7 @@ Messages = list[dict[str, Any]]
 _KEYS = {"from": "role", "value": "content"}
 _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "function_response", "function"), "tool"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
     "human": "user",
 }
 """Keys and roles of ShareGPT and of old chats, and those that chat templates know."""
@@ -94,64 +95,67 @@ def messages_of(value: Any, field: str, role: str = "") -> Messages:
         RowError: The value is no chat of texts.
     """
     found = [{"role": role, "content": value}] if isinstance(value, str) and role else value
-    found = [found] if isinstance(found, Mapping) else found
-    is_list = isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
-    if not value or not is_list:
+    found = found if isinstance(found, list) else [found]
+    if not value or not all(isinstance(each, dict) for each in found):
         raise unlike(field, value, "messages with role and content" + " or a text" * bool(role))
-    messages = [_message(message, f"{field}[{at}]") for at, message in enumerate(found)]
-    try:
-        checked = msgspec.convert(messages, list[_Message])
-    except msgspec.ValidationError as error:
-        reason, _, at = str(error).partition(" - at `$")
-        raise RowError(f"{field}{at.rstrip('`')} is not of a chat of texts: {reason}") from error
-    for index, (message, each) in enumerate(zip(messages, checked, strict=True)):
-        if each.content is None and not each.tool_calls:
-            raise unlike(f"{field}[{index}].content", None, "a text")
-        if isinstance(each.content, list):
-            each.content = "".join(part.text for part in each.content)
-        message["content"] = each.content or ""
-    return messages
+    return [_message(message, f"{field}[{at}]") for at, message in enumerate(found)]
 
 
-def _message(given: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Return a message with the keys and roles that chat templates know."""
-    message = {_KEYS.get(key, key): each for key, each in given.items() if each not in (None, [])}
-    for key, other in _KEYS.items():
-        if None not in (given.get(key), given.get(other)) and given[key] != given[other]:
-            raise unlike(f"{at}.{key}", given[key], f"none beside {other!r}")
+def _message(given: dict[str, Any], at: str) -> dict[str, Any]:
+    """Return a message with a text, and with the keys and roles that chat templates know."""
+    message = dict[str, Any]()
+    for key, each in given.items():
+        name = _KEYS.get(key, key)
+        if each not in (None, []) and message.setdefault(name, each) != each:
+            raise unlike(f"{at}.{key}", each, f"one {name}")
     _require_read(message, f"{at}.")
-    if isinstance(role := message.get("role"), str):
-        role = role.lower()
-        is_named = role != "function" or "name" in message  # without a name it may be a call
-        message["role"] = _ROLES.get(role, role) if is_named else role
+    if "role" in message:
+        role = str(message["role"]).lower()
+        is_result = role == "function" and "name" in message  # without a name it may be a call
+        message["role"] = "tool" if is_result else _ROLES.get(role, role)
         if role == "function_call":
             message |= {"function_call": message.get("content"), "content": ""}
     for key in _CALLS:
         if calls := message.pop(key, None):
-            calls = _decoded(calls, f"{at}.{key}")
+            calls = decoded(calls, f"{at}.{key}")
             message["tool_calls"] = _functions(calls if isinstance(calls, list) else [calls])
+    is_answer = message.get("role") == "assistant"
     for key in _WEIGHTS:
-        is_answer = message.get("role") == "assistant"
         if (weight := message.pop(key, None)) not in ((None, 0, 1) if is_answer else (None, 0)):
-            expected = "0 or 1" if is_answer else "0, since only the assistant's turns are trained"
-            raise unlike(f"{at}.{key}", weight, expected)
+            raise unlike(f"{at}.{key}", weight, "0 or 1 for the assistant, 0 for others")
         if is_answer and weight == 0:
             message["weight"] = 0
-    return message
+    try:
+        checked = msgspec.convert(message, _Message)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        raise RowError(f"{at}{path.rstrip('`')} is not of a chat of texts: {reason}") from error
+    if (content := checked.content) is None and not checked.tool_calls:
+        raise unlike(f"{at}.content", None, "a text")
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    return {**message, "content": text}
 
 
 def _functions(found: Iterable[Any]) -> list[Any]:
     """Return functions or calls, each in the form that names its type."""
     return [
         {"type": "function", "function": each}
-        if isinstance(each, Mapping) and "name" in each and "function" not in each
+        if isinstance(each, dict) and "name" in each and "function" not in each
         else each
         for each in found
     ]
 
 
-def _decoded(value: Any, field: str) -> Any:
-    """Return a value that may be written as JSON, or as Python writes it."""
+def decoded(value: Any, field: str) -> Any:
+    """Return a value that may be written as JSON, or as Python writes it.
+
+    Args:
+        value: A text, or another value, which is returned as it is.
+        field: Field of the row, for the message of an error.
+
+    Raises:
+        RowError: The text is neither.
+    """
     if not isinstance(value, str):
         return value
     for read in (json.loads, ast.literal_eval):
@@ -160,14 +164,14 @@ def _decoded(value: Any, field: str) -> Any:
     raise unlike(field, value, "JSON")
 
 
-def _require_read(entry: Mapping[str, Any], at: str = "") -> None:
+def _require_read(entry: dict[str, Any], at: str = "") -> None:
     for key, expected in _UNREAD.items():
         if entry.get(key) not in (None, [], ""):
             raise unlike(f"{at}{key}" if at else repr(key), entry[key], expected)
 
 
 def with_columns(
-    entry: Mapping[str, Any], begin: Iterable[str], others: Iterable[str] = (), role: str = ""
+    entry: dict[str, Any], begin: Iterable[str], others: Iterable[str] = (), role: str = ""
 ) -> dict[str, Any]:
     """Return a row whose chats are no texts, and begin with the row's system prompt.
 
@@ -183,45 +187,42 @@ def with_columns(
     made, read = dict(entry), {*begin, *others}
     for key in read:
         if isinstance(text := entry.get(key), str) and _STORED.fullmatch(text):
-            made[key] = _decoded(text, repr(key))
-    for key, column in ((key, column) for key in begin for column in (*_SYSTEM, *_BESIDE)):
-        text, prompt = made.get(column) or None, made.get(key)
-        is_system = column in _SYSTEM
-        if text is None or prompt is None or column in read or not (is_system or role):
+            made[key] = decoded(text, repr(key))
+    columns = [each for each in (*_SYSTEM, *_BESIDE * bool(role)) if made.get(each)]
+    for key, column in itertools.product(begin, columns):
+        text, prompt = made[column], made.get(key)
+        if prompt is None or column in read:
             continue
         if not isinstance(text, str):
             raise unlike(repr(column), text, "a text")
         if isinstance(prompt, str) and text in prompt:
             continue
         chat = messages_of(prompt, repr(key), role)
-        if is_system and chat[0]["role"] not in ("system", "developer"):
+        contents = [each["content"] for each in chat]
+        if column in _SYSTEM and chat[0]["role"] not in ("system", "developer"):
             made[key] = [{"role": "system", "content": text}, *chat]
-        elif not any(
-            each["content"] == text if is_system else text in each["content"] for each in chat
-        ):
+        elif text not in (contents if column in _SYSTEM else "\n".join(contents)):
             raise unlike(repr(column), text, f"a text that is in {key!r}. Join them")
     return made
 
 
-def variables_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+def variables_of(entry: dict[str, Any]) -> dict[str, Any]:
     """Return the variables of the chat template that a row gives: tools, chat_template_kwargs.
 
     Raises:
         RowError: They have another form, or the row has columns that are not read.
     """
     _require_read(entry)
-    tools, variables = entry.get("tools") or None, entry.get("chat_template_kwargs") or {}
-    tools = _decoded(tools or entry.get("functions") or None, "'tools'") or None
-    if not isinstance(tools, list | None) or not all(
-        isinstance(each, dict) or callable(each) for each in tools or ()
-    ):
+    variables = entry.get("chat_template_kwargs") or {}
+    tools = decoded(entry.get("tools") or entry.get("functions") or [], "'tools'") or []
+    if not isinstance(tools, list) or not all(isinstance(x, dict) or callable(x) for x in tools):
         raise unlike("'tools'", tools, "a list of functions")
     if not isinstance(variables, dict) or "add_generation_prompt" in variables:
         raise unlike("'chat_template_kwargs'", variables, "variables of the chat template")
-    return {"tools": tools and _functions(tools), **variables}
+    return {"tools": _functions(tools) or None, **variables}
 
 
-def require_named(variables: Mapping[str, Any], text: str) -> None:
+def require_named(variables: dict[str, Any], text: str) -> None:
     """Check that a text around which no template is put names the functions of its row.
 
     Raises:

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Protocol
 from helmsman import Job, Scheduler, TrainController
 from helmsman.api.pairs import pair_samples
 from helmsman.recipes.batches import train_metrics
-from helmsman.recipes.examples import preferences, supervised
 from helmsman.recipes.loop import Loop, is_due
-from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draws, Row, load_dataset
+from helmsman.recipes.prompts import Dataset, Draws, Row, load_dataset, preferences, supervised
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.reference import Reference
 from helmsman.recipes.roles import learning_rate, make_trainer, sibling_job, train_job
 from helmsman.recipes.settings import DPOSettings, RunSettings, SFTSettings
+from helmsman.recipes.tokens import ChatTokenizer
 from helmsman.recipes.trackers import Trackers
 
 

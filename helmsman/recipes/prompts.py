@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
+import itertools
+import math
 import os
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from helmsman.recipes.messages import (
     Chat,
-    Messages,
+    decoded,
     is_token_ids,
     messages_of,
-    require_named,
     variables_of,
     with_columns,
 )
-from helmsman.recipes.rows import RowError, read_rows, unlike
+from helmsman.recipes.rows import RowError, paths_of, read_rows, unlike, without
 from helmsman.recipes.settings import Data
-from helmsman.recipes.templates import ChatTemplate
-from helmsman.recipes.tokens import FolderTokenizer
-
-Sample = dict[str, list[int]]
-"""``input_ids`` and ``loss_mask``."""
+from helmsman.recipes.tokens import ChatTokenizer, Sample, common
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -67,218 +60,11 @@ class Dataset(msgspec.Struct):
     """The errors of rows left out by data.on_bad_row."""
 
 
-class ChatTokenizer(FolderTokenizer):
-    """The tokenizer of a local Hugging Face folder, for texts and chats.
-
-    Args:
-        folder: Folder of the model.
-        data: Settings with the template, its variables and the system prompt.
-
-    Raises:
-        ValueError: Tokenizer, template or generation_config.json is invalid.
-        OSError: A file cannot be read.
-    """
-
-    def __init__(self, folder: str, data: Data) -> None:
-        super().__init__(folder)
-        if data.chat_template is not None:
-            try:
-                self.tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"data.chat_template, {data.chat_template}, is not UTF-8 text: {error}"
-                ) from error
-        self._system, self._field = data.system_prompt, repr(data.prompt_key)
-        stops = {self.eos_id, *_end_tokens(Path(folder))}
-        self._template = ChatTemplate(self.tokenizer, data, stops)
-        self.end_id = self._template.end_id
-        """Token that ends an answer; None if the chat template writes none."""
-        self.stop_ids = tuple(sorted(stops | {each for each in [self.end_id] if each is not None}))
-        """Stop tokens: of the tokenizer, of generation_config.json and of the chat template."""
-        num_embedded, self.max_positions = _limits(folder)
-        self._num_tokens = min(len(self.tokenizer), num_embedded)
-
-    def encode(self, prompt: Any, variables: dict[str, Any] | None = None) -> tuple[str, list[int]]:
-        """Return text and tokens of a prompt; token ids are passed on unchanged.
-
-        A text becomes a user's message. It is passed on as it is after the system prompt if there
-        is no chat template, and alone if it ends as the template begins an answer. A chat that ends
-        with the assistant's message is continued.
-
-        Args:
-            prompt: A text, a message, messages or token ids.
-            variables: Variables of the template.
-
-        Raises:
-            RowError: The prompt has another form, or the template refuses it.
-        """
-        if is_token_ids(prompt):
-            text = str(self.tokenizer.decode(self.known(prompt, self._field)))
-            require_named(variables or {}, text)
-            return text, prompt
-        if (written := self._written(prompt)) is not None:
-            require_named(variables or {}, written)
-            return written, self._template.ids(written, is_whole=True)
-        messages = self._asked(prompt)
-        chat = Chat(messages, variables or {}, self._field)
-        is_begun = messages[-1]["role"] == "assistant"
-        how = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
-        text = self._template.render(chat, **how)
-        self._template.require_all(chat, text, **how)
-        return text, self._template.ids(text)
-
-    def answer(
-        self, prompt: Any, field: str, answer: Any, variables: dict[str, Any]
-    ) -> list[Sample]:
-        """Return samples that train on the assistant's turns of an answer to a prompt.
-
-        Args:
-            prompt: A text, a message, messages or token ids.
-            field: Field of the answer in the row, for the messages of errors.
-            answer: A text, a message or messages.
-            variables: Variables of the template.
-
-        Raises:
-            RowError: Prompt or answer has another form, or the template refuses them.
-        """
-        if isinstance(answer, str) and is_token_ids(prompt):
-            _, begin = self.encode(prompt, variables)
-            after = [*self._template.ids(answer), *([] if self.end_id is None else [self.end_id])]
-            mask = [0] * len(begin) + [1] * len(after)
-            return [{"input_ids": begin + after, "loss_mask": mask}]
-        if isinstance(answer, str) and (text := self._written(prompt)) is not None:
-            return [self.continuation(text, answer, variables)]
-        before = self._asked(prompt)
-        turns = messages_of(answer, field, "assistant")
-        turns = turns[len(before) :] if turns[: len(before)] == before else turns
-        if not turns or turns[0]["role"] != "assistant":
-            raise unlike(field, answer, "the assistant's answer")
-        return self.turns(Chat(before + turns, variables, f"{self._field} + {field}"), len(before))
-
-    def continuation(self, text: str, answer: str, variables: dict[str, Any]) -> Sample:
-        """Return a sample that trains on the continuation of a text, without a template."""
-        require_named(variables, text)
-        eos, whole = self.tokenizer.eos_token, text + answer
-        end = (self._template.end or eos) if self._is_begun(text) else eos
-        whole += "" if whole.rstrip().endswith((end, eos)) else end
-        return self._sample(whole, [(text, whole)], is_whole=True)
-
-    def turns(self, chat: Chat, first: int = 0) -> list[Sample]:
-        """Return samples that train on the assistant's turns from a message on.
-
-        There is one sample, unless the template renders a turn otherwise when others follow it,
-        such as without its reasoning: then each turn has a sample that ends with it.
-
-        Args:
-            chat: The chat.
-            first: Index of the first message that is not only context.
-
-        Raises:
-            RowError: There is no such turn, or the template refuses the chat.
-        """
-        template, whole = self._template, self._template.render(chat)
-        template.require_all(chat, whole)
-        answers = [i for i, each in enumerate(chat.messages) if each["role"] == "assistant"]
-        turns = [i for i in answers if i >= first and chat.messages[i].get("weight", 1)]
-        if not turns:
-            raise RowError(f"{chat.field} has no turn of the assistant, expected one to train on")
-        parts = [template.last_part(chat.of(chat.messages[: i + 1])) for i in turns]
-        if all(whole.startswith(end) for _, end in parts):
-            uses_marks = not first and turns == answers
-            return [(uses_marks and template.marked(chat)) or self._sample(whole, parts)]
-        return [self._sample(part[1], [part]) for part in parts]
-
-    def known(self, ids: list[int], field: str) -> list[int]:
-        """Return token ids, which tokenizer and model must have."""
-        if (largest := max(ids, default=0)) >= self._num_tokens:
-            raise RowError(
-                f"{field} has the token {largest}, expected less than {self._num_tokens}"
-            )
-        return ids
-
-    def limit(self, data: Data, key: str) -> tuple[int, str]:
-        """Return the number of tokens that a row may have, and the name of this limit."""
-        return min(
-            (getattr(data, key), f"data.{key}"), (self.max_positions, "the model's context length")
-        )
-
-    def _sample(
-        self, text: str, parts: Iterable[tuple[str, str]], *, is_whole: bool = False
-    ) -> Sample:
-        """Return a sample that trains on parts of a text.
-
-        Args:
-            text: The text.
-            parts: For each part, the text in front of it, and the text up to its end.
-            is_whole: Whether the tokenizer adds its special tokens.
-        """
-        encode = functools.partial(self._template.ids, is_whole=is_whole)
-        ids = encode(text)
-        mask = [0] * len(ids)
-        for begin, end in parts:
-            start = common(encode(begin), ids) if begin else 0
-            stop = len(ids) if end == text else common(encode(end), ids)
-            mask[start:stop] = [1] * (stop - start)
-        return {"input_ids": ids, "loss_mask": mask}
-
-    def _written(self, prompt: Any) -> str | None:
-        """Return the text of a prompt around which no template is put."""
-        if not isinstance(prompt, str) or not prompt:
-            return None
-        if not self._template.is_given:
-            return prompt if self._system is None else f"{self._system}\n\n{prompt}"
-        return prompt if self._is_begun(prompt) else None
-
-    def _asked(self, prompt: Any) -> Messages:
-        """Return the messages of a prompt, around which no template was put."""
-        messages = messages_of(prompt, self._field, "user")
-        last = messages[-1]
-        if last["role"] == "user" and self._template.is_given and self._is_begun(last["content"]):
-            field = f"the end of {self._field}"
-            raise unlike(
-                field, last["content"][-80:], "none that begins an answer: the template does"
-            )
-        return messages
-
-    def _is_begun(self, text: str) -> bool:
-        """Return whether a text ends as the template begins an answer."""
-        return bool(self._template.cue) and text.rstrip().endswith(self._template.cue)
-
-
-def common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of first items that two sequences share."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-class _Generation(msgspec.Struct):
-    eos_token_id: int | list[int] | None = None
-
-
-def _end_tokens(folder: Path) -> list[int]:
-    path = folder / "generation_config.json"
-    if not path.exists():
-        return []
-    try:
-        ids = msgspec.json.decode(path.read_bytes(), type=_Generation).eos_token_id
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return [ids] if isinstance(ids, int) else ids or []
-
-
-def _limits(folder: str) -> tuple[int, int]:
-    """Return the numbers of tokens and of positions that a model has; unlimited if unknown."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    except (OSError, ValueError):  # without a model, or of one that the engines refuse by name
-        return sys.maxsize, sys.maxsize
-    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    rope = getattr(config, "rope_parameters", None) or {}
-    scaled = rope.get("original_max_position_embeddings", positions) * (rope.get("factor") or 1)
-    return getattr(config, "vocab_size", sys.maxsize), max(positions, int(scaled))
-
+_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "attention_mask", "labels")
+"""Keys with a 0 for each token that is not trained on; in labels a -100, and else the token."""
+_LABELS = ("label", "kto_tag")
+"""Keys that say whether an answer is good."""
+_PAIR = ("chosen", "rejected")
 
 Encode = Callable[[Any], Row]
 """Makes a row without a source from a mapping, a text, a chat or token ids; raises RowError."""
@@ -291,18 +77,145 @@ def prompts(data: Data, tokenizer: ChatTokenizer) -> Encode:
         entry = row if isinstance(row, dict) else {data.prompt_key: row}
         asked = with_columns(entry, [data.prompt_key], [data.answer_key], "user")
         if (prompt := asked.get(data.prompt_key)) is None:
-            keys = ", ".join(map(repr, entry))
-            raise RowError(f"the row has {keys}, expected {data.prompt_key!r} (data.prompt_key)")
+            raise without(entry, f"{data.prompt_key!r} (data.prompt_key)")
         text, ids = tokenizer.encode(prompt, variables_of(entry))
-        answer, model = entry.get(data.answer_key), entry.get("reward_model")  # of rows for verl
-        if answer is None and isinstance(model, str):
-            with contextlib.suppress(ValueError):
-                model = json.loads(model)
-        if answer is None and isinstance(model, Mapping):
-            answer = model.get("ground_truth")
+        if (answer := entry.get(data.answer_key)) is None:  # as in rows for verl
+            with contextlib.suppress(RowError):
+                model = decoded(entry.get("reward_model"), "'reward_model'")
+                answer = model.get("ground_truth") if isinstance(model, dict) else None
         return Row(ids, text, answer, "", entry, prompt)
 
     return encode
+
+
+def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
+    """Return the encoder of supervised examples.
+
+    A row has ``input_ids`` (with ``labels`` or masks), ``messages`` (or ``conversations``), a
+    prompt with an answer (or ``completion``), or ``text``. Of chats, the assistant's turns are
+    trained on, and prompts are not.
+    """
+
+    def encode(row: Any) -> Row:
+        form = "input_ids" if is_token_ids(row) else "text" if isinstance(row, str) else "messages"
+        entry = row if isinstance(row, dict) else {form: row}
+        given = {key: value for key, value in entry.items() if value is not None}
+        chat = next((key for key in ("messages", "conversations") if key in given), "")
+        answers = [key for key in dict.fromkeys((data.answer_key, "completion")) if key in given]
+        for key in _LABELS:
+            if str(given.get(key)).lower() == "false":
+                raise unlike(repr(key), given[key], "true: a bad answer is not to be trained on")
+        role = "" if chat else "user"
+        given = with_columns(given, [chat or data.prompt_key], [*answers, "text"], role)
+        if "input_ids" in given:
+            samples = [_tokenized(given, tokenizer)]
+        elif chat:
+            messages = messages_of(given[chat], repr(chat))
+            samples = tokenizer.turns(Chat(messages, variables_of(given), repr(chat)))
+        elif data.prompt_key in given and answers:
+            if len(answers) > 1:
+                raise without(answers, "one answer (data.answer_key)")
+            prompt, answer = given[data.prompt_key], _text_of(given[answers[0]])
+            samples = tokenizer.answer(prompt, repr(answers[0]), answer, variables_of(given))
+        elif "text" in given:
+            if not isinstance(given["text"], str) or not given["text"]:
+                raise unlike("'text'", given["text"], "a text")
+            samples = [tokenizer.continuation("", given["text"], {})]
+        else:
+            pair = f"{data.prompt_key!r} with {data.answer_key!r}"
+            raise without(given, f"'input_ids', 'messages', {pair}, or a 'text'")
+        return _row(entry, tokenizer, samples)
+
+    return encode
+
+
+def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
+    """Return the encoder of preference pairs.
+
+    A row has a prompt, and ``chosen`` and ``rejected``, each a text, a message or messages. Without
+    a prompt, they are texts or chats that share their beginning.
+    """
+
+    def encode(row: Any) -> Row:
+        entry: dict[str, Any] = row if isinstance(row, dict) else {}
+        is_shared = entry.get(data.prompt_key) is None
+        begin, role = (_PAIR, "") if is_shared else ([data.prompt_key], "user")
+        entry = with_columns(entry, begin, _PAIR, role)
+        if missing := [name for name in _PAIR if entry.get(name) is None]:
+            raise unlike(repr(missing[0]), None, "a prompt with 'chosen' and 'rejected'")
+        prompt: Any = entry.get(data.prompt_key)
+        pair = {name: _text_of(entry[name]) for name in _PAIR}
+        if not (are_texts := all(isinstance(each, str) for each in pair.values())):
+            pair = {name: messages_of(pair[name], repr(name), "assistant") for name in _PAIR}
+        chosen, rejected = pair.values()
+        if is_shared:
+            size = common(chosen, rejected)
+            if are_texts and chosen[:size].endswith(" "):
+                size -= 1  # tokens begin with a space rather than end with one
+            prompt, pair = chosen[:size], {name: pair[name][size:] for name in _PAIR}
+            if not (prompt and all(pair.values())):
+                expected = "a prompt, or the same beginning of both answers"
+                raise unlike(repr(data.prompt_key), None, expected)
+        variables, samples = variables_of(entry), list[Sample]()
+        for name, answer in pair.items():
+            if is_shared and are_texts:
+                samples.append(tokenizer.continuation(prompt, answer, variables))
+            else:
+                samples += tokenizer.answer(prompt, repr(name), answer, variables)
+        if len(samples) != len(_PAIR):
+            raise RowError(
+                "'chosen' or 'rejected' has turns that the chat template renders otherwise when "
+                "others follow, expected a template that only appends"
+            )
+        if samples[0] == samples[1] and chosen != rejected:
+            raise RowError(
+                "'chosen' and 'rejected' differ, but have equal tokens, expected a chat template "
+                "that renders the difference (data.chat_template)"
+            )
+        starts = [[*each["loss_mask"], 1].index(1) for each in samples]
+        for each, start in zip(samples, starts, strict=True):
+            each["loss_mask"][min(starts) : start] = [1] * (start - min(starts))
+        return _row(entry, tokenizer, samples)
+
+    return encode
+
+
+def _tokenized(entry: dict[str, Any], tokenizer: ChatTokenizer) -> Sample:
+    if not is_token_ids(ids := entry["input_ids"]):
+        raise unlike("'input_ids'", ids, "token ids")
+    size = len(tokenizer.known(ids, "'input_ids'"))
+    mask = [1] * size
+    alone = {"position_ids": [*range(size)], "seq_lengths": [size], "cu_seqlens": [0, size]}
+    for name, given in entry.items():
+        if name.endswith(("_mask", "_masks")) and name not in _MASKS:
+            raise unlike(repr(name), given, f"a mask with one of the names {', '.join(_MASKS)}")
+        if given != alone.get(name, given):
+            raise unlike(repr(name), given, f"{alone[name]}: one sequence for each row")
+        if name in _MASKS:
+            on, off = (ids, -100) if name == "labels" else ([1] * size, 0)
+            is_list = isinstance(given, list) and len(given) == size
+            if not is_list or any(a not in (off, b) for a, b in zip(given, on, strict=True)):
+                numbers = f"{size} numbers of 0 and 1"
+                raise unlike(repr(name), given, "the token ids or -100" if off else numbers)
+            mask = [int(counts and each != off) for counts, each in zip(mask, given, strict=True)]
+    return {"input_ids": ids, "loss_mask": mask}
+
+
+def _text_of(answer: Any) -> Any:
+    """Return an answer, a number as its text.
+
+    Raises:
+        RowError: It is infinite, or a whole float: a table makes one of 7 in a column with nulls.
+    """
+    if isinstance(answer, float) and (answer.is_integer() or math.isinf(answer)):
+        raise RowError(f"an answer is the float {answer}, expected a text or an integer")
+    return str(answer) if type(answer) in (int, float) else answer
+
+
+def _row(entry: dict[str, Any], tokenizer: ChatTokenizer, samples: list[Sample]) -> Row:
+    longest = max((sample["input_ids"] for sample in samples), key=len)
+    prompt = tokenizer.decode(samples[0]["input_ids"])
+    return Row(longest, prompt, None, "", entry, samples=samples)
 
 
 def load_dataset(
@@ -328,93 +241,90 @@ def load_dataset(
         ValueError: A row is invalid (with its place), or there are too few rows.
         OSError: A file cannot be read.
     """
-    given, encode = rows or {}, encode or prompts(data, tokenizer)
-    sources = [
-        path
-        for each in (data.train, data.held_out or ())
-        for path in ([each] if isinstance(each, str) else each)
-    ]
-    if data.subset is not None and not any(map(os.path.isdir, sources)):
-        raise ValueError(
-            f"data has no subsets ({data.train}): data.subset is {data.subset!r}, expected null"
-        )
-    found = read_rows(data.train, given, data.split, "train", data.subset)
-    dataset = Dataset()
-    dataset.train = _read(dataset, data.train, found, data, encode, tokenizer)
+    if data.subset is not None:
+        sources = [*paths_of(data.train), *paths_of(data.held_out or ())]
+        if not any(map(os.path.isdir, sources)):
+            where = f"data has no subsets ({data.train})"
+            raise ValueError(f"{where}: data.subset is {data.subset!r}, expected null")
+
+    def read(source: Any, split: str | None, default: str) -> Dataset:
+        found = read_rows(source, rows or {}, split, default, data.subset)
+        return _usable(source, found, data, encode or prompts(data, tokenizer), tokenizer)
+
+    found = read(data.train, data.split, "train")
     if data.held_out is not None or data.held_out_split is not None:
-        source = data.train if data.held_out is None else data.held_out
-        default = "train" if data.held_out is None else "test"
-        found = read_rows(source, given, data.held_out_split, default, data.subset)
-        dataset.held_out = _read(dataset, source, found, data, encode, tokenizer)
-        trained_on = {row.prompt for row in dataset.train}
-        dataset.num_in_both = sum(row.prompt in trained_on for row in dataset.held_out)
-        return dataset
-    order = list(range(len(dataset.train)))
+        is_other = data.held_out is not None
+        source, default = (data.held_out, "test") if is_other else (data.train, "train")
+        other = read(source, data.held_out_split, default)
+        trained_on = {row.prompt for row in found.train}
+        found.held_out = other.train
+        found.num_in_both = sum(row.prompt in trained_on for row in other.train)
+        found.num_rows += other.num_rows
+        found.num_too_long += other.num_too_long
+        found.skipped += other.skipped
+        return found
+    order = list(range(len(found.train)))
     random.Random(f"{seed}/held out").shuffle(order)
-    dataset.held_out = [dataset.train[at] for at in sorted(order[: data.num_held_out])]
+    found.held_out = [found.train[at] for at in sorted(order[: data.num_held_out])]
     # Duplicates of held-out prompts must not be trained on.
-    reserved = {row.prompt for row in dataset.held_out}
-    train = [row for row in dataset.train if row.prompt not in reserved]
-    if len(dataset.held_out) < data.num_held_out or not train:
+    reserved = {row.prompt for row in found.held_out}
+    train = [row for row in found.train if row.prompt not in reserved]
+    if len(found.held_out) < data.num_held_out or not train:
         raise ValueError(
-            f"{data.train} has {len(dataset.train)} usable prompts, too few to hold out "
+            f"{data.train} has {len(found.train)} usable prompts, too few to hold out "
             f"{data.num_held_out} and train on others"
         )
-    dataset.train = train
-    return dataset
+    found.train = train
+    return found
 
 
-def _read(
-    dataset: Dataset,
-    source: Any,
-    found: Iterable[tuple[str, str, Any]],
-    data: Data,
-    encode: Encode,
-    tokenizer: ChatTokenizer,
-) -> list[Row]:
-    """Return all usable rows of a source; count those of the data set."""
-    rows, num_too_long, skipped = list[Row](), 0, list[str]()
-    for name, place, entry in found:
+def _usable(
+    source: Any, entries: Iterable[Any], data: Data, encode: Encode, tokenizer: ChatTokenizer
+) -> Dataset:
+    """Return the usable rows of a source, and the numbers of others."""
+    found = Dataset()
+    for name, place, entry in entries:
+        found.num_rows += 1
         try:
-            if isinstance(entry, RowError):
-                raise entry
-            row = encode(entry)
-            for ids in [row.prompt_ids, *(each["input_ids"] for each in row.samples)]:
-                tokenizer.known(ids, "the row")
-            if not all(any(each["loss_mask"][1:]) for each in row.samples):
-                raise RowError("the row has no token to train on, expected an answer")
+            row = _encoded(entry, encode, tokenizer)
         except (RowError, UnicodeError) as error:
-            skipped.append(f"unusable row ({place}): {error}")
+            found.skipped.append(f"unusable row ({place}): {error}")
             if data.on_bad_row == "raise":
-                raise ValueError(
-                    f"{skipped[-1]}. Mend the row, or leave such rows out by data.on_bad_row 'skip'"
-                ) from error
+                advice = "Mend the row, or leave such rows out by data.on_bad_row 'skip'"
+                raise ValueError(f"{found.skipped[-1]}. {advice}") from error
             continue
         what, key = ("sequence", "max_tokens") if row.samples else ("prompt", "max_prompt_tokens")
         limit, name_of_limit = tokenizer.limit(data, key)
-        if (length := len(row.prompt_ids)) > limit:
-            if data.on_long_prompt == "error":
-                raise ValueError(
-                    f"{place}: the {what} has {length} tokens; {name_of_limit} is {limit}, and "
-                    "data.on_long_prompt is 'error'"
-                )
-            num_too_long += 1
-            continue
-        label = row.entry.get(data.source_key)
-        label = name if label is None else str(label)
-        rows.append(msgspec.structs.replace(row, source=label, place=place))
-    num_rows = len(rows) + num_too_long + len(skipped)
-    if not rows:
+        if (length := len(row.prompt_ids)) <= limit:
+            label = row.entry.get(data.source_key)
+            label = name if label is None else str(label)
+            found.train.append(msgspec.structs.replace(row, source=label, place=place))
+        elif data.on_long_prompt == "drop":
+            found.num_too_long += 1
+        else:
+            raise ValueError(
+                f"{place}: the {what} has {length} tokens; {name_of_limit} is {limit}, and "
+                "data.on_long_prompt is 'error'"
+            )
+    if not found.train:
         raise ValueError(
-            f"data has no usable row ({source}): {num_too_long} of {num_rows} are longer than "
-            f"data.max_tokens, data.max_prompt_tokens or the model's context length, "
-            f"{len(skipped)} unusable, expected one. "
-            f"{skipped[0] if skipped else 'Raise the limit.'}"
+            f"data has no usable row ({source}): {found.num_too_long} of {found.num_rows} are "
+            "longer than data.max_tokens, data.max_prompt_tokens or the model's context length, "
+            f"{len(found.skipped)} unusable, expected one. "
+            f"{found.skipped[0] if found.skipped else 'Raise the limit.'}"
         )
-    dataset.num_rows += num_rows
-    dataset.num_too_long += num_too_long
-    dataset.skipped += skipped
-    return rows
+    return found
+
+
+def _encoded(entry: Any, encode: Encode, tokenizer: ChatTokenizer) -> Row:
+    if isinstance(entry, RowError):
+        raise entry
+    row = encode(entry)
+    for ids in [row.prompt_ids, *(each["input_ids"] for each in row.samples)]:
+        tokenizer.known(ids, "the row")
+    if not all(any(each["loss_mask"][1:]) for each in row.samples):
+        raise RowError("the row has no token to train on, expected an answer")
+    return row
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -458,13 +368,9 @@ class Draws:
 
     def __iter__(self) -> Iterator[Draw]:
         """Yield the unused draws in order."""
-        number = self._below
-        while True:
-            with self._lock:
-                skip = number in self._used
-            if not skip:
+        for number in itertools.count(self._below):
+            if number not in self._used:
                 yield self.draw(number)
-            number += 1
 
     def draw(self, number: int) -> Draw:
         """Return the draw with this number."""
@@ -474,11 +380,8 @@ class Draws:
             if self._shuffle:
                 random.Random(f"{self._seed}/epoch {epoch}").shuffle(self._order)
         rng = random.Random(f"{self._seed}/draw {number}")
-        return Draw(
-            number,
-            self._rows[self._order[index]],
-            [rng.getrandbits(31) for _ in range(self._num_samples)],
-        )
+        seeds = [rng.getrandbits(31) for _ in range(self._num_samples)]
+        return Draw(number, self._rows[self._order[index]], seeds)
 
     def use(self, number: int) -> None:
         """Mark a draw as used."""

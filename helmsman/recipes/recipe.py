@@ -17,10 +17,11 @@ from helmsman.recipes.config import as_yaml, read
 from helmsman.recipes.ending import RunSummary, finish
 from helmsman.recipes.files import clear, only_run_in, write_json
 from helmsman.recipes.loop import Loop
-from helmsman.recipes.prompts import ChatTokenizer, Dataset
+from helmsman.recipes.prompts import Dataset
 from helmsman.recipes.roles import start_scheduler
 from helmsman.recipes.rows import source_of
 from helmsman.recipes.settings import RunSettings
+from helmsman.recipes.tokens import ChatTokenizer
 from helmsman.recipes.trackers import MetricsFile, Trackers, open_trackers, require_trackers
 
 S = TypeVar("S", bound=RunSettings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import itertools
@@ -13,19 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.extras import needed_by
 
 TEXTS = (".jsonl", ".ndjson", ".json", ".txt")
-FORMATS = (*TEXTS, ".csv", ".tsv", ".parquet", ".arrow")
+TABLES = (".csv", ".tsv", ".parquet", ".arrow")
+FORMATS = TEXTS + TABLES
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow those of text formats."""
-_SOURCE = re.compile(
-    rf".*({'|'.join(map(re.escape, FORMATS + COMPRESSED))})"
-    r"|\S*\.[a-z]\w*|[a-z][\w.-]*/[\w.-]*",
-    re.IGNORECASE,
-)
-"""A text that ends as the name of a file does, or is the name of a data set on the Hub."""
+_ENDING = f"({'|'.join(map(re.escape, FORMATS + COMPRESSED))})"
+_FILE = re.compile(rf"\S+{_ENDING}", re.IGNORECASE)
+_SOURCE = re.compile(rf".*{_ENDING}|\S*\.[a-z]\w*|[a-z][\w.-]*/[\w.-]*", re.IGNORECASE)
+"""Names of files, and texts that end as one or are the name of a data set on the Hub."""
 
 
 class RowError(ValueError):
@@ -34,15 +33,25 @@ class RowError(ValueError):
 
 def unlike(field: str, value: Any, expected: str) -> RowError:
     """Return the error of a field that has another value than expected."""
-    return RowError(
-        f"{field} is {'null' if value is None else f'{value!r:.80}'}, expected {expected}"
-    )
+    found = "null" if value is None else f"{value!r:.80}"
+    return RowError(f"{field} is {found}, expected {expected}")
 
 
-def plain(value: Any) -> Any:
+def without(keys: Iterable[str], expected: str) -> RowError:
+    """Return the error of a row that has other keys than expected."""
+    return RowError(f"the row has {', '.join(map(repr, keys)) or 'no values'}, expected {expected}")
+
+
+def plain(value: Any, *, is_columnar: bool = False, in_list: bool = False) -> Any:
     """Convert values of NumPy, pandas, pyarrow, polars and torch to plain Python, at any depth.
 
     Arrays and tuples become lists. NaN, NaT and pandas' NA become None.
+
+    Args:
+        value: The value.
+        is_columnar: Whether the value is of a column, in which all structs have the keys of each
+            of them. Null keys of structs in lists are left out then.
+        in_list: Whether the value is inside of a list of a column.
     """
     if value is None or type(value) in (int, bool, str):
         return value
@@ -50,15 +59,17 @@ def plain(value: Any) -> Any:
         return str.__str__(value)  # of a subclass, such as an enum
     if isinstance(value, float):
         return float(value) if value == value else None
+    convert = functools.partial(plain, is_columnar=is_columnar, in_list=in_list)
     if isinstance(value, Mapping):
-        return {plain(key): plain(each) for key, each in value.items()}
+        made = {plain(key): convert(each) for key, each in value.items()}
+        return {key: each for key, each in made.items() if each is not None or not in_list}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain(each) for each in value]
+        return [convert(each, in_list=is_columnar) for each in value]
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     for name in ("as_py", "to_pylist", "to_list", "tolist", "to_pydatetime", "to_pytimedelta"):
-        if callable(convert := getattr(value, name, None)):
-            return plain(convert())
+        if callable(of_library := getattr(value, name, None)):
+            return convert(of_library())
     return value
 
 
@@ -82,30 +93,28 @@ def source_of(
     """
     if isinstance(data, str | os.PathLike):
         return os.fspath(data), None
-    kind = type(data).__name__
+    where, is_columnar = f"data of type {type(data).__name__}", _is_table(data)
     if isinstance(data, Mapping):
-        is_data_set = hasattr(type(data), "column_names")
-        name = split or (None if is_data_set else default)  # a mapping of columns has no splits
-        return source_of(pick(data, name, default, f"data of type {kind}"), None, default)
-    is_columnar = _is_table(data)
+        name = split or (None if is_columnar else default)  # a mapping of columns has no splits
+        return source_of(pick(data, name, default, where), None, default)
+    found = data
     if hasattr(data, "columns"):  # iterating over a table yields columns, or their names
         ways = (("to_pylist",), ("to_dicts",), ("to_dict", "records"))
-        data = next((getattr(data, name)(*how) for name, *how in ways if hasattr(data, name)), None)
-    if not isinstance(data, Iterable) or isinstance(data, bytes):
+        found = next((getattr(data, way)(*how) for way, *how in ways if hasattr(data, way)), None)
+    if not isinstance(found, Iterable) or isinstance(found, bytes):
+        kind = type(data).__name__
         raise TypeError(f"data is of type {kind}, expected paths, a table or an iterable of rows")
-    rows = list(itertools.islice(data, most_rows + 1))
+    rows = list(itertools.islice(found, most_rows + 1))
     if not 0 < len(rows) <= most_rows:
-        found = (
-            f"more than {most_rows:,} rows or no end; write them to files" if rows else "no rows"
-        )
-        raise ValueError(f"data of type {kind} has {found}; expected at least one")
+        most = f"more than {most_rows:,} rows or no end; write them to files"
+        raise ValueError(f"{where} has {most if rows else 'no rows'}; expected at least one")
     if all(map(_is_table, rows)):
         rows = [row for each in rows for row in source_of(each, None, default)[1] or ()]
     elif any(map(_is_table, rows)):
-        raise TypeError(f"data of type {kind} has tables and other values, expected one of them")
+        raise TypeError(f"{where} has tables and other values, expected one of them")
     else:
-        rows = list(map(_of_columns if is_columnar else plain, rows))
-    if any(map(_is_path, rows)) or all(map(_may_be_source, rows)):
+        rows = [plain(row, is_columnar=is_columnar) for row in rows]
+    if _are_sources(rows):
         return tuple(map(str, rows)), None
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     return f"rows-{len(rows)}-{digest[:12]}", rows
@@ -116,36 +125,19 @@ def _is_table(value: Any) -> bool:
     return hasattr(type(value), "columns") or hasattr(type(value), "column_names")
 
 
-def _is_path(value: Any) -> bool:
-    """Return whether an item names a file or folder, so that the others must do so, too."""
-    if not isinstance(value, str):
-        return isinstance(value, os.PathLike)
-    is_file = value.lower().endswith(FORMATS + COMPRESSED) and value.split() == [value]
-    return is_file or os.path.exists(value)
+def _are_sources(rows: Sequence[Any]) -> bool:
+    """Return whether one of the rows names a file or folder, or all of them may do so."""
+    texts = [each for each in rows if isinstance(each, str)]
+    if any(_FILE.fullmatch(each) or os.path.exists(each) for each in texts):
+        return True
+    if len(texts) < len(rows):
+        return any(isinstance(each, os.PathLike) for each in rows)
+    return all(_SOURCE.fullmatch(x) or (glob.has_magic(x) and glob.glob(x)) for x in texts)
 
 
-def _may_be_source(value: Any) -> bool:
-    """Return whether an item names a source if all others do so, too."""
-    if not isinstance(value, str):
-        return False
-    return bool(_SOURCE.fullmatch(value) or (glob.has_magic(value) and glob.glob(value)))
-
-
-def _of_columns(row: Any) -> Any:
-    """Return a row of a table as plain values, without the null keys of structs in lists.
-
-    All structs of a column have the keys of each of them.
-    """
-
-    def compact(value: Any, *, in_list: bool) -> Any:
-        if isinstance(value, list):
-            return [compact(each, in_list=True) for each in value]
-        if not isinstance(value, dict):
-            return value
-        kept = ((key, each) for key, each in value.items() if not in_list or each is not None)
-        return {key: compact(each, in_list=in_list) for key, each in kept}
-
-    return compact(plain(row), in_list=False)
+def paths_of(source: str | Sequence[str]) -> Sequence[str]:
+    """Return the paths of a source that may be a single one."""
+    return [source] if isinstance(source, str) else source
 
 
 def pick(splits: Mapping[Any, Any], split: str | None, default: str, where: str) -> Any:
@@ -162,11 +154,9 @@ def pick(splits: Mapping[Any, Any], split: str | None, default: str, where: str)
     """
     name = split or (default if default in splits or len(splits) != 1 else next(iter(splits)))
     if name not in splits:
-        has = ", ".join(map(str, splits))
-        raise ValueError(
-            f"{where} has the splits {has}; expected {name!r}, or one split. Set "
-            "data.split or data.held_out_split."
-        )
+        found = f"{where} has the splits {', '.join(map(str, splits))}"
+        advice = "Set data.split or data.held_out_split"
+        raise ValueError(f"{found}; expected {name!r}, or one split. {advice}.")
     return splits[name]
 
 
@@ -192,7 +182,7 @@ def read_rows(
         OSError: A file cannot be read.
         BackendNotInstalledError: The package ``datasets`` is needed and missing.
     """
-    for path in [source] if isinstance(source, str) else source:
+    for path in paths_of(source):
         if os.path.isdir(path) and path not in given:
             parts = _parts_of_folder(path, split, default, subset)
         elif split not in (None, default):
@@ -215,23 +205,32 @@ def read_rows(
             yield from ((name, f"{where}, {label}", plain(row)) for label, row in rows)
 
 
+def _columnar(rows: Iterable[Any]) -> Iterator[Any]:
+    return (plain(row, is_columnar=True) for row in rows)
+
+
 def _numbered(rows: Iterable[Any], word: str = "row") -> Iterator[tuple[str, Any]]:
     return ((f"{word} {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _datasets(what: str) -> Any:
+    with needed_by(what, "datasets"):
+        import datasets
+    return datasets
 
 
 def _parts_of_folder(
     folder: str, split: str | None, default: str, subset: str | None
 ) -> list[tuple[str, Iterator[tuple[str, Any]]]]:
     """Return (path, numbered rows) of each file."""
-    with needed_by("a Hugging Face dataset folder", "datasets"):
-        import datasets
+    datasets = _datasets("a Hugging Face dataset folder")
     try:
         if any(Path(folder, name).is_file() for name in ("state.json", "dataset_dict.json")):
-            saved: Any = datasets.load_from_disk(folder)
-            splits = saved if isinstance(saved, Mapping) else {default: saved}
             if subset is not None:
                 raise ValueError(f"data.subset is {subset!r}, and it has no subsets")
-            return [(folder, _numbered(map(_of_columns, pick(splits, split, default, folder))))]
+            saved = datasets.load_from_disk(folder)
+            splits = saved if isinstance(saved, Mapping) else {default: saved}
+            return [(folder, _numbered(_columnar(pick(splits, split, default, folder))))]
         files = datasets.load_dataset_builder(folder, name=subset).config.data_files
         return [(each, _rows_in(each)) for each in pick(files, split, default, folder)]
     except Exception as error:  # readers of datasets may raise any exception
@@ -239,15 +238,14 @@ def _parts_of_folder(
 
 
 def _rows_in(file: str) -> Iterator[tuple[str, Any]]:
-    """Yield (number, row or error) of a file."""
+    """Yield (label, row or error) of a file."""
     ends = [each.lower() for each in Path(file).suffixes[-2:]] or [".jsonl"]
     kind = ends[0] if ends[-1] in COMPRESSED else ends[-1]
+    datasets = _datasets(f"a file of the format {kind}") if kind in TABLES else None
     try:
         if kind not in FORMATS:
             raise ValueError(f"it ends in {kind}")
-        yield from _rows_of_text(file, kind) if kind in TEXTS else _numbered(_table(file, kind))
-    except BackendNotInstalledError:
-        raise
+        yield from _numbered(_table(file, kind, datasets)) if datasets else _lines(file, kind)
     except Exception as error:  # readers may raise any exception
         reason = " ".join(str(error).split())
         expected = f"the format {kind}" if kind in FORMATS else f"one of {', '.join(FORMATS)}"
@@ -257,18 +255,17 @@ def _rows_in(file: str) -> Iterator[tuple[str, Any]]:
         ) from error
 
 
-def _table(file: str, kind: str) -> Any:
+def _table(file: str, kind: str, datasets: Any) -> Any:
     """Return the rows of a table.
 
     ``datasets`` would turn a text in JSON or CSV that looks like a number or a date into one: the
     answer "007" becomes 7. So JSON is decoded here, and the cells of CSV are read as texts.
     """
-    with needed_by(f"a file of the format {kind}", "datasets"):
-        import datasets
-        import pandas  # datasets depends on it
     if kind in (".parquet", ".arrow"):
-        where: Any = {"data_files": [glob.escape(file)], "split": "train"}
-        return map(_of_columns, datasets.load_dataset(kind[1:], streaming=True, **where))
+        where = {"data_files": [glob.escape(file)], "split": "train", "streaming": True}
+        return _columnar(datasets.load_dataset(kind[1:], **where))
+    import pandas  # datasets depends on it
+
     cells: Any = {"dtype": str, "keep_default_na": False, "na_values": [""]}
     table = pandas.read_csv(file, sep="," if kind == ".csv" else "\t", **cells)
     if not isinstance(table.index, pandas.RangeIndex):
@@ -276,7 +273,7 @@ def _table(file: str, kind: str) -> Any:
     return table.to_dict("records")
 
 
-def _rows_of_text(file: str, kind: str) -> Iterator[tuple[str, Any]]:
+def _lines(file: str, kind: str) -> Iterator[tuple[str, Any]]:
     import fsspec  # transformers depends on it
 
     with fsspec.open(file, "rb", compression="infer") as opened:

@@ -38,12 +38,13 @@ from helmsman.recipes.evaluation import EvaluationResult, evaluate
 from helmsman.recipes.failures import FILE, Judged, note_failures
 from helmsman.recipes.files import append_line, rewind, write_json
 from helmsman.recipes.loop import Loop, is_due
-from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draw, Draws, Row
+from helmsman.recipes.prompts import Dataset, Draw, Draws, Row
 from helmsman.recipes.reference import Reference
 from helmsman.recipes.roles import learning_rate, make_sync
 from helmsman.recipes.samples import SampleRow
 from helmsman.recipes.scorer import Scored
 from helmsman.recipes.settings import AGENT_REWARD, GRPOSettings, name_of
+from helmsman.recipes.tokens import ChatTokenizer
 from helmsman.recipes.trackers import Trackers
 from helmsman.recipes.weight_check import Differences, WeightCheck
 

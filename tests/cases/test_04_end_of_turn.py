@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from helmsman.recipes.prompts import ChatTokenizer
 from helmsman.recipes.settings import Data
+from helmsman.recipes.tokens import ChatTokenizer
 from tests.cases.inputs import ANSWER, USER, load, texts, tokenizer_folder
 
 EOT = (

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from helmsman.recipes.examples import preferences, supervised
-from helmsman.recipes.prompts import ChatTokenizer
+from helmsman.recipes.prompts import preferences, supervised
 from helmsman.recipes.rows import RowError
 from helmsman.recipes.settings import Data
+from helmsman.recipes.tokens import ChatTokenizer
 from tests.agents.chat_models import template_folder, tokenizer_for
 from tests.recipes.families import FAMILIES
 

@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from helmsman.recipes.prompts import ChatTokenizer, Draws, load_dataset
+from helmsman.recipes.prompts import Draws, load_dataset
 from helmsman.recipes.settings import Data
 from helmsman.recipes.tiny_model import SPECIAL, make_tokenizer
+from helmsman.recipes.tokens import ChatTokenizer
 from tests.unit.recipes.data import SUMS, write_jsonl
 
 

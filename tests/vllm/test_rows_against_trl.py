@@ -25,10 +25,10 @@ from trl.chat_template_utils import has_generation_markers
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
-from helmsman.recipes.examples import preferences, supervised
-from helmsman.recipes.prompts import ChatTokenizer, common, load_dataset
+from helmsman.recipes.prompts import load_dataset, preferences, supervised
 from helmsman.recipes.rows import source_of
 from helmsman.recipes.settings import Data
+from helmsman.recipes.tokens import ChatTokenizer, common
 from tests.agents.chat_models import tokenizer_for
 from tests.recipes.families import FAMILIES
 
