@@ -5,13 +5,19 @@ The docstring of a field is its text in the documentation's tables.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from helmsman import SamplingParams
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+Factor: TypeAlias = Annotated[float, msgspec.Meta(ge=1)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+TopP: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,42 +30,42 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Ray cluster to join. When null, the run joins the cluster given by `helmsman up` or
     RAY_ADDRESS, or starts one on this machine.
     """
-    num_nodes: int = 1
+    num_nodes: Positive = 1
     """Number of nodes that the run waits for."""
-    devices_per_node: int = 0
+    devices_per_node: Natural = 0
     """Accelerators (GPUs or NPUs) per node; 0 runs on CPUs."""
-    device_memory_gb: float = 0.0
+    device_memory_gb: Amount = 0.0
     """Memory of an accelerator in GB, used to derive sizes; 0 means unknown."""
     placement: Literal["separated", "colocated"] = "separated"
     """``separated``: trainers and rollout instances have their own devices; ``colocated``: they
     take turns on the trainers' devices."""
-    train_workers: int = 1
+    train_workers: Positive = 1
     """Ranks of the trainer, with one device each."""
-    rollout_instances: int = 1
+    rollout_instances: Positive = 1
     """Number of rollout instances."""
-    rollout_devices: int = 1
+    rollout_devices: Positive = 1
     """Devices per rollout instance. With vLLM this is the tensor-parallel size; an instance with
     more devices than a node has spans nodes.
     """
-    train_cpus: float = 4.0
+    train_cpus: Amount = 4.0
     """CPU cores per train worker."""
-    rollout_cpus: float = 4.0
+    rollout_cpus: Amount = 4.0
     """CPU cores per rollout instance."""
-    train_threads: int = 0
+    train_threads: Natural = 0
     """Threads per train worker; 0 takes ``train_cpus``."""
-    rollout_threads: int = 0
+    rollout_threads: Natural = 0
     """Threads per rollout instance; 0 takes ``rollout_cpus``."""
-    train_mem: float = 0.0
+    train_mem: Amount = 0.0
     """Memory requested per train worker in GB; 0 requests no amount."""
-    rollout_mem: float = 0.0
+    rollout_mem: Amount = 0.0
     """Memory requested per rollout instance in GB; 0 requests no amount."""
     env_vars: dict[str, str] = {}
     """Environment variables for all workers."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: Seconds = 600.0
     """Time limit for starting all workers, in seconds."""
-    engine_timeout_s: float = 1800.0
+    engine_timeout_s: Seconds = 1800.0
     """Time limit for an engine to build its model, in seconds."""
-    call_timeout_s: float = 3600.0
+    call_timeout_s: Seconds = 3600.0
     """Time limit of one worker call, such as a training step or a checkpoint, in seconds."""
 
     @property
@@ -76,13 +82,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Train(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The trainer, a helmsman.engines.train.FSDPTrainEngine."""
 
-    lr: float = 1e-6
+    lr: Amount = 1e-6
     """Learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate over ``steps``."""
-    lr_end: float = 0.0
+    lr_end: Amount = 0.0
     """Learning rate at the last step of a decaying schedule, as a fraction of ``lr``."""
-    minibatches: int = 1
+    minibatches: Positive = 1
     """Optimizer steps per batch; each uses an equal part of the batch."""
     engine: dict[str, Any] = {}
     """Other fields of helmsman.engines.train_config.TrainConfig, such as
@@ -105,25 +111,25 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     or a class's import path."""
     engine_args: dict[str, Any] = {}
     """Other arguments of the engine."""
-    max_new_tokens: int = 1024
+    max_new_tokens: Positive = 1024
     """Maximum length of an answer in tokens."""
-    temperature: float = 1.0
+    temperature: Amount = 1.0
     """Sampling temperature in training."""
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     """Nucleus sampling threshold in training."""
-    top_k: int = 0
+    top_k: Natural = 0
     """Number of top tokens to sample from in training; 0 means all."""
-    max_in_flight: int = 64
+    max_in_flight: Positive = 64
     """Maximum number of requests in flight per instance."""
-    staleness: float = 0.0
+    staleness: Amount = 0.0
     """Maximum age of answers, in training steps, relative to the weights that they train.
     Fractions are allowed; 0 is synchronous.
     """
-    oversample: float = 1.0
+    oversample: Factor = 1.0
     """Over-sampling factor: prompts started per prompt needed, so that slow or filtered ones are
     replaced at once.
     """
-    episode_timeout: float = 1800.0
+    episode_timeout: Seconds = 1800.0
     """Time limit for all answers to one prompt and their rewards, in seconds."""
     policy: Literal["least_tokens", "prefix", "round_robin"] = "least_tokens"
     """Routing of requests to instances."""
@@ -191,7 +197,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     one, when null."""
     subset: str | None = None
     """Subset (configuration) of a dataset folder that has several."""
-    num_held_out: int = 0
+    num_held_out: Natural = 0
     """Number of training rows held out for evaluation instead; drawn by ``seed`` and never trained
     on."""
     prompt_key: str = "prompt"
@@ -210,9 +216,9 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
     template_args: dict[str, Any] = {}
     """Other variables of the template, such as enable_thinking."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Positive = 1024
     """Maximum length of a prompt in tokens, template included."""
-    max_tokens: int = 2048
+    max_tokens: Positive = 2048
     """Maximum length of prompt plus answer in SFT and DPO, in tokens."""
     on_long_prompt: Literal["drop", "error"] = "drop"
     """``drop`` leaves out and counts rows that are too long; ``error`` rejects them before the run
@@ -239,7 +245,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Arguments: ``pattern`` for ``format``, ``tolerance`` for ``number``, keyword arguments for
     your own function.
     """
-    timeout_s: float = 30.0
+    timeout_s: Seconds = 30.0
     """Time limit in seconds for one answer, or for all answers to a prompt if the function takes
     batches.
     """
@@ -250,7 +256,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
     failure_value: float = 0.0
     """The reward of such an answer with ``on_failure: value``."""
-    processes: int = 4
+    processes: Positive = 4
     """Number of processes that compute the reward."""
     on_cluster: bool = False
     """Compute the reward on workers of the run's cluster instead of the script's machine."""
@@ -268,25 +274,25 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Combination of token losses. ``token``: mean over all tokens; ``sequence``: mean of the
     answers' means; ``constant``: each answer's sum divided by ``rollout.max_new_tokens``.
     """
-    clip_low: float | None = None
+    clip_low: Amount | None = None
     """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: float | None = None
+    clip_high: Amount | None = None
     """The probability ratio is clipped above at 1 + clip_high."""
     overlong_filter: bool | None = None
     """Exclude answers truncated at ``rollout.max_new_tokens`` from training."""
     dynamic_sampling: bool | None = None
     """Replace prompts whose answers all have the same reward."""
-    max_filtered_batches: int = 10
+    max_filtered_batches: Positive = 10
     """Number of whole batches of prompts that dynamic sampling may discard in a row before the run
     ends with an error.
     """
-    overlong_buffer: int = 0
+    overlong_buffer: Natural = 0
     """Number of last tokens of ``rollout.max_new_tokens`` over which ``overlong_penalty`` grows
     (DAPO, eq. 13); 0 disables the penalty.
     """
-    overlong_penalty: float = 1.0
+    overlong_penalty: Amount = 1.0
     """Penalty subtracted from the reward of an answer of full length."""
-    kl_coef: float = 0.0
+    kl_coef: Amount = 0.0
     """Weight of the KL divergence to the initial model. When not 0, a frozen copy of that model
     runs beside the trainer.
     """
@@ -305,13 +311,13 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Critic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The value model of PPO, used by the preset ``ppo``."""
 
-    lr: float = 1e-5
+    lr: Amount = 1e-5
     """Learning rate."""
-    gamma: float = 1.0
+    gamma: Amount = 1.0
     """Discount factor per token."""
-    lam: float = 0.95
+    lam: Amount = 0.95
     """Lambda of generalised advantage estimation (arXiv:1506.02438)."""
-    clip: float | None = 0.2
+    clip: Amount | None = 0.2
     """Clip range of a value around its old value; null for no clipping."""
 
 
@@ -326,7 +332,7 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Folder for ``disk``, reachable by all nodes; a folder in ``out`` when null."""
     dtype: DType | None = None
     """Type in which weights are sent, such as bfloat16; null keeps their type."""
-    bucket_mb: int = 256
+    bucket_mb: Positive = 256
     """Size of the buckets in which parameters are sent, in MB."""
     checksum: bool = False
     """Verify a checksum of every parameter on arrival."""
@@ -342,11 +348,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     weights: bool = False
     """After every update, compare log-probabilities of a few greedy answers between each instance
     and the trainer; the run fails when they differ."""
-    prompts: int = 4
+    prompts: Positive = 4
     """Number of prompts."""
-    max_new_tokens: int = 16
+    max_new_tokens: Positive = 16
     """Maximum length of each answer in tokens."""
-    tolerance: float = 1e-3
+    tolerance: Amount = 1e-3
     """Largest allowed difference of a log-probability. 1e-3 suits float32; lower precision needs
     more."""
 
@@ -354,21 +360,21 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Evaluation on held-out prompts."""
 
-    every: int = 10
+    every: Natural = 10
     """Steps between evaluations; 0 for none."""
     at_start: bool = True
     """Evaluate before the first step, too."""
-    samples: int = 1
+    samples: Natural = 1
     """Sampled answers per prompt for pass@k; 0 for none."""
     k: tuple[int, ...] = (1,)
     """Values of k for pass@k (arXiv:2107.03374, eq. 1), at most ``samples``."""
-    temperature: float = 0.6
+    temperature: Amount = 0.6
     """Sampling temperature of those answers."""
-    top_p: float = 0.95
+    top_p: TopP = 0.95
     """Nucleus sampling threshold of those answers."""
     greedy: bool = True
     """Generate one greedy answer per prompt, too."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Positive | None = None
     """Maximum length of an answer in tokens; ``rollout.max_new_tokens`` when null."""
     reward: str | None = None
     """Name of the reward that decides whether an answer is correct; the first one when null."""
@@ -381,9 +387,9 @@ class Tracking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     to: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
     """Any of ``console``, ``tensorboard`` and ``wandb``."""
-    samples: int = 4
+    samples: Natural = 4
     """Samples written to ``samples.jsonl`` per step; 0 for none."""
-    show_samples_every: int = 10
+    show_samples_every: Natural = 10
     """Steps between sample tables on the console; 0 for none."""
     project: str = "helmsman"
     """Project in Weights & Biases."""
@@ -398,11 +404,11 @@ class Tracking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints, recovery and the exported model."""
 
-    every: int = 20
+    every: Positive = 20
     """Steps between checkpoints."""
-    keep: int = 2
+    keep: Positive = 2
     """Number of newest checkpoints that are kept."""
-    max_recoveries: int = 3
+    max_recoveries: Natural = 3
     """Maximum rebuilds of lost train workers within an hour, and of the reference's workers within
     the run.
     """
@@ -425,9 +431,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     train: Train = Train()
     tracking: Tracking = Tracking()
     checkpoints: Checkpoints = Checkpoints()
-    steps: int = 100
+    steps: Positive = 100
     """Number of training steps."""
-    seed: int = 0
+    seed: Natural = 0
     """Random seed for data order, initialisation and sampling."""
     out: str = "runs/train"
     """Output folder, at the same path on every node."""
@@ -437,9 +443,9 @@ class SFTSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings of supervised fine-tuning."""
 
     train: Train = Train(lr=1e-5)
-    batch_size: int = 64
+    batch_size: Positive = 64
     """Rows per step."""
-    evaluate_every: int = 10
+    evaluate_every: Natural = 10
     """Steps between evaluations on held-out rows; 0 for none."""
     out: str = "runs/sft"
     """Output folder, at the same path on every node."""
@@ -448,14 +454,14 @@ class SFTSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=
 class DPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of DPO."""
 
-    batch_size: int = 64
+    batch_size: Positive = 64
     """Pairs per step."""
-    beta: float = 0.1
+    beta: Amount = 0.1
     """Beta of the DPO loss (arXiv:2305.18290): larger values keep the policy closer to the
     reference."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Form of the loss (arXiv:2305.18290, arXiv:2310.12036)."""
-    evaluate_every: int = 10
+    evaluate_every: Natural = 10
     """Steps between evaluations on held-out pairs; 0 for none."""
     out: str = "runs/dpo"
     """Output folder, at the same path on every node."""
@@ -472,9 +478,9 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
     sync: Sync = Sync()
     check: Check = Check()
     evaluation: Evaluation = Evaluation()
-    prompts_per_step: int = 64
+    prompts_per_step: Positive = 64
     """Prompts per step."""
-    samples_per_prompt: int = 8
+    samples_per_prompt: Positive = 8
     """Answers per prompt; their rewards are compared within this group."""
     out: str = "runs/grpo"
     """Output folder, at the same path on every node."""

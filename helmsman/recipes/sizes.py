@@ -1,14 +1,35 @@
-"""Batch and cache sizes from the memory of a device, with their arithmetic."""
+"""Defaults that depend on machine and model: placement, engine, threads, sizes, trackers."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from helmsman import LocalScheduler
 from helmsman.recipes.settings import GRPOSettings, RunSettings
+
+S = TypeVar("S", bound=RunSettings)
+
+CHOSEN = frozenset(
+    {
+        *(f"cluster.{name}" for name in ("scheduler", "placement", "rollout_instances")),
+        *(f"cluster.{name}" for name in ("devices_per_node", "device_memory_gb", "train_workers")),
+        *(
+            f"cluster.{role}_{name}"
+            for role in ("train", "rollout")
+            for name in ("cpus", "threads")
+        ),
+        *("rollout.engine", "rollout.max_in_flight", "tracking.to"),
+    }
+)
+"""Settings whose default depends on the machine."""
 
 _STATE_BYTES = 16
 """Bytes per parameter in training: float32 weight and gradient, and AdamW's two moments."""
@@ -17,6 +38,168 @@ _USABLE = 0.8
 runtime and collectives."""
 _MOST_TOKENS = 65536
 _MOST_IN_FLIGHT = 512
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A chosen setting with its reason."""
+
+    key: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.value} ({self.reason})"
+
+
+class _Choices:
+    """Settings, and the choices made for them so far."""
+
+    def __init__(self, settings: RunSettings, given: frozenset[str]) -> None:
+        self.settings, self._given, self.made = settings, given, list[Choice]()
+
+    def is_given(self, *keys: str) -> bool:
+        return any(key in self._given for key in keys)
+
+    def take(self, key: str, value: Any, reason: str) -> None:
+        """Choose a value, unless the user has set it."""
+        if not self.is_given(key):
+            self.settings = _with(self.settings, key.split("."), value)
+            self.made.append(Choice(key, value, reason))
+
+
+def _with(found: Any, path: Sequence[str], value: Any) -> Any:
+    """Return a struct or mapping with another value at a path."""
+    name, *below = path
+    if isinstance(found, dict):
+        return {**found, name: value}
+    value = _with(getattr(found, name), below, value) if below else value
+    return msgspec.structs.replace(found, **{name: value})
+
+
+def choose(settings: S, given: frozenset[str]) -> tuple[S, list[Choice]]:
+    """Choose settings that the user has not set, depending on this machine.
+
+    Args:
+        settings: The user's settings, defaults included.
+        given: Dotted keys that the user has set.
+
+    Returns:
+        The settings with the choices applied, and the choices.
+    """
+    choices = _Choices(settings, given)
+    _choose_scheduler(choices)
+    _choose_devices(choices)
+    _choose_groups(choices)
+    _choose_threads(choices)
+    _choose_trackers(choices)
+    if isinstance(settings, GRPOSettings) and settings.algorithm.preset == "ppo":
+        choices.take("samples_per_prompt", 1, "PPO compares an answer with the critic")
+        choices.take("out", "runs/ppo", "the recipe's own folder")
+    for key, value, reason in _sizes(choices.settings):
+        choices.take(key, value, reason)
+    chosen: Any = choices.settings
+    return chosen, choices.made
+
+
+def _choose_scheduler(choices: _Choices) -> None:
+    cluster = choices.settings.cluster
+    if cluster.num_nodes > 1 or cluster.address is not None:
+        choices.take("cluster.scheduler", "ray", "the run has several nodes or an address")
+    elif os.environ.get("RAY_ADDRESS") and importlib.util.find_spec("ray") is not None:
+        choices.take("cluster.scheduler", "ray", "RAY_ADDRESS names a cluster")
+    else:
+        choices.take("cluster.scheduler", "local", "one machine needs no Ray")
+
+
+def _choose_devices(choices: _Choices) -> None:
+    if not choices.is_given("cluster.devices_per_node"):
+        with LocalScheduler() as scheduler:  # only counts device files; starts no process
+            num_devices = scheduler.n_gpus_per_node
+        reason = f"this machine has {num_devices or 'no'} accelerators"
+        if choices.settings.cluster.scheduler == "inline" and num_devices > 1:
+            num_devices, reason = 1, "one rank of each model in the script's process"
+        choices.take("cluster.devices_per_node", num_devices, reason)
+    num_devices = choices.settings.cluster.devices_per_node
+    is_asked = num_devices and not choices.is_given("cluster.device_memory_gb")
+    if is_asked and (memory_gb := device_memory_gb()):
+        reason = "nvidia-smi reports it for the smallest device"
+        choices.take("cluster.device_memory_gb", memory_gb, reason)
+    if isinstance(choices.settings, GRPOSettings):
+        if num_devices and importlib.util.find_spec("vllm") is not None:
+            choices.take("rollout.engine", "vllm", "vLLM is installed and there are accelerators")
+        else:
+            reason = "vLLM is not installed" if num_devices else "there are no accelerators"
+            choices.take("rollout.engine", "hf", reason)
+
+
+def _choose_groups(choices: _Choices) -> None:
+    """Give each role its share of the devices."""
+    cluster, has_rollout = choices.settings.cluster, isinstance(choices.settings, GRPOSettings)
+    total = cluster.devices_per_node * cluster.num_nodes
+    if not total:
+        return
+    if has_rollout and total == 1:
+        reason = "trainer and instance take turns on one device"
+        choices.take("cluster.placement", "colocated", reason)
+    if not has_rollout or choices.settings.cluster.placement == "colocated":
+        choices.take("cluster.train_workers", total, "a rank for each device")
+        left, reason = choices.settings.cluster.train_workers, "on the trainers' devices"
+    else:
+        choices.take("cluster.train_workers", max(1, total // 2), "half of the devices")
+        left, reason = total - choices.settings.cluster.train_workers, "the other devices"
+    if has_rollout:
+        count = max(1, left // cluster.rollout_devices)
+        choices.take("cluster.rollout_instances", count, reason)
+
+
+def _choose_threads(choices: _Choices) -> None:
+    """Let roles that alternate on one machine without accelerators each use all its cores."""
+    settings = choices.settings
+    cluster = settings.cluster
+    if cluster.devices_per_node or cluster.num_nodes > 1 or cluster.address is not None:
+        return
+    cores = num_cores()
+    workers = {"train": cluster.train_workers}
+    if isinstance(settings, GRPOSettings):
+        if settings.rollout.staleness:
+            return
+        workers["rollout"] = cluster.rollout_instances
+    total = sum(workers.values())
+    most, own = cores, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    reason = f"the roles alternate on {cores} cores"
+    if own.isdecimal() and int(own):
+        most, reason = min(cores, int(own)), f"OMP_NUM_THREADS is {own}"
+    for role, count in workers.items():
+        if not choices.is_given(f"cluster.{role}_cpus", "cluster.env_vars.OMP_NUM_THREADS"):
+            cpus = f"{cores} cores for {total} workers"
+            choices.take(f"cluster.{role}_cpus", cores / total, cpus)
+            choices.take(f"cluster.{role}_threads", max(1, most // count), reason)
+
+
+def _choose_trackers(choices: _Choices) -> None:
+    names = ["console"]
+    if importlib.util.find_spec("tensorboard") is not None:
+        names.append("tensorboard")
+    # Without a key or a mode, wandb would stop the run to ask for a login.
+    is_ready = any(map(os.environ.get, ("WANDB_API_KEY", "WANDB_MODE")))
+    if is_ready and importlib.util.find_spec("wandb") is not None:
+        names.append("wandb")
+    choices.take("tracking.to", tuple(names), "the installed trackers")
+
+
+def device_memory_gb() -> float:
+    """Return the memory of this machine's smallest GPU in GB by nvidia-smi, or 0 if unknown."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
+        return round(min(map(float, ran.stdout.split())) * (1 << 20) / 1e9, 1)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0.0
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,27 +235,18 @@ def read_shape(model: str) -> ModelShape | None:
         return None
 
 
-def sizes(settings: RunSettings) -> list[tuple[str, Any, str]]:
+def _sizes(settings: RunSettings) -> list[tuple[str, Any, str]]:
     """Return (key, value, arithmetic) of the derived sizes.
 
     The list is empty if the model's shape or the memory is unknown.
     """
-    shape = read_shape(settings.model)
-    if shape is None:
-        return []
-    cluster = settings.cluster
-    if cluster.devices_per_node:
-        memory, source, width = cluster.device_memory_gb * 1e9, "a device", 2
-    else:
-        workers = cluster.train_workers + (
-            cluster.rollout_instances if isinstance(settings, GRPOSettings) else 0
-        )
-        memory, source, width = (
-            host_memory_bytes() / max(1, workers),
-            "the host, for each worker",
-            4,
-        )
-    if not memory:
+    shape, cluster = read_shape(settings.model), settings.cluster
+    memory, source, width = cluster.device_memory_gb * 1e9, "a device", 2
+    if not cluster.devices_per_node:
+        rollouts = cluster.rollout_instances if isinstance(settings, GRPOSettings) else 0
+        memory = host_memory_bytes() / (cluster.train_workers + rollouts)
+        source, width = "the host, for each worker", 4
+    if shape is None or not memory:
         return []
     found = [_tokens(settings, shape, memory, source, width)]
     if isinstance(settings, GRPOSettings):
@@ -84,14 +258,10 @@ def _tokens(
     settings: RunSettings, shape: ModelShape, memory: float, source: str, width: int
 ) -> tuple[str, Any, str]:
     """Derive tokens per micro-batch: memory left by the state, over activations per token."""
-    ranks = settings.cluster.train_workers
-    state = _STATE_BYTES * shape.num_parameters / ranks
-    inner = shape.intermediate_size or 4 * shape.hidden_size
-    kept = (
-        2 * shape.hidden_size
-        if settings.train.engine.get("gradient_checkpointing")
-        else 12 * shape.hidden_size + 3 * inner
-    )
+    state = _STATE_BYTES * shape.num_parameters / settings.cluster.train_workers
+    kept = 2 * shape.hidden_size
+    if not settings.train.engine.get("gradient_checkpointing"):
+        kept = 12 * shape.hidden_size + 3 * (shape.intermediate_size or 4 * shape.hidden_size)
     per_token = width * shape.num_hidden_layers * kept + 8 * shape.vocab_size
     left = _USABLE * memory - state
     longest = settings.data.max_tokens
@@ -101,8 +271,8 @@ def _tokens(
     tokens = max(longest, min(_MOST_TOKENS, tokens))
     reason = (
         f"({_USABLE:g} x {_gb(memory)} of {source} - {_gb(state)} of state) / {_kb(per_token)} of "
-        f"a token, rounded down to a "
-        f"power of two, from {longest}, the longest sequence, to {_MOST_TOKENS}"
+        f"a token, rounded down to a power of two, from {longest}, the longest sequence, to "
+        f"{_MOST_TOKENS}"
     )
     return "train.engine.max_tokens_per_micro_batch", tokens, reason
 
@@ -111,25 +281,17 @@ def _in_flight(
     settings: GRPOSettings, shape: ModelShape, memory: float, source: str, width: int
 ) -> tuple[str, Any, str]:
     """Derive requests in flight per instance: those of a step, limited by the KV cache."""
-    cluster = settings.cluster
-    weights = width * shape.num_parameters / max(1, cluster.rollout_devices)
-    sequence = (
-        2
-        * width
-        * shape.num_hidden_layers
-        * shape.kv_width
-        * settings.max_model_len
-        / max(1, cluster.rollout_devices)
-    )
+    devices, length = settings.cluster.rollout_devices, settings.max_model_len
+    weights = width * shape.num_parameters / devices
+    sequence = 2 * width * shape.num_hidden_layers * shape.kv_width * length / devices
     fitting = int((_USABLE * memory - weights) / sequence)
     requests = settings.prompts_per_step * settings.samples_per_prompt * settings.rollout.oversample
-    asked = math.ceil(requests / cluster.rollout_instances)
+    asked = math.ceil(requests / settings.cluster.rollout_instances)
     value = max(1, min(asked, fitting, _MOST_IN_FLIGHT))
     reason = (
         f"the least of {asked} requests of a step, {fitting} = ({_USABLE:g} x {_gb(memory)} of "
-        f"{source} - {_gb(weights)} of "
-        f"weights) / {_kb(sequence)} of cache for {settings.max_model_len} tokens, and "
-        f"{_MOST_IN_FLIGHT}"
+        f"{source} - {_gb(weights)} of weights) / {_kb(sequence)} of cache for {length} tokens, "
+        f"and {_MOST_IN_FLIGHT}"
     )
     return "rollout.max_in_flight", value, reason
 

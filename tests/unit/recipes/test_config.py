@@ -150,7 +150,7 @@ def test_load_origin_of_values(file: Path) -> None:
         (("steps", "many"), "^--steps: steps: Expected `int`, got `str`"),
         (
             ("cluster.train_cpus", "-1"),
-            "^--cluster.train_cpus: cluster.train_cpus is -1.0; .* 0 or more",
+            "^--cluster.train_cpus: cluster.train_cpus is -1; .* 0 or more",
         ),
         (
             ("train.engine.learning_rate", "1"),
@@ -202,7 +202,7 @@ def test_load_origin_of_values(file: Path) -> None:
             ("algorithm.loss", "grop"),
             "algorithm.loss is 'grop'; expected sft, .*, or a function's import path",
         ),
-        (("evaluation.top_p", "0"), "evaluation.top_p is 0; expected more than 0 and at most 1"),
+        (("evaluation.top_p", "0"), "evaluation.top_p is 0; expected more than 0"),
         (
             ("rollout.engine", "vlm"),
             "rollout.engine is 'vlm'; expected vllm, hf, server, or a class's import path",
@@ -228,6 +228,11 @@ def test_load_origin_of_values(file: Path) -> None:
             "seed is 18446744073709551616; expected a number of at most 64 bits",
         ),
         (("cluster.start_timeout_s", "0"), "cluster.start_timeout_s is 0; expected more than 0"),
+        (("rollout.top_p", "1.5"), "rollout.top_p is 1.5; expected at most 1"),
+        (
+            ("rewards", '[{"use": "exact", "processes": 0}]'),
+            r"rewards\[0\].processes is 0; .* 1 or",
+        ),
         (
             ("train.engine.lr", "1e-3"),
             "train.engine.lr cannot be set here; set train.lr instead",

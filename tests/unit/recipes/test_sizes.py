@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from helmsman.recipes import GRPOSettings
-from helmsman.recipes.choosing import choose, num_cores
 from helmsman.recipes.roles import make_jobs
 from helmsman.recipes.settings import Cluster, Data, Reward
+from helmsman.recipes.sizes import choose, num_cores
 
 
 def minimal(**cluster: Any) -> GRPOSettings:
