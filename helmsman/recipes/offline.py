@@ -191,8 +191,7 @@ class SFT(Recipe[SFTSettings]):
         """
         settings = self.settings
         self.tokenizer = ChatTokenizer(settings.model, settings.data)
-        encode = supervised(settings.data, self.tokenizer)
-        return load_dataset(settings.data, self.tokenizer, settings.seed, self.rows, encode)
+        return load_dataset(settings.data, self.tokenizer, settings.seed, self.rows, supervised)
 
     def jobs(self) -> list[Job]:
         """Return the job of the trainer."""
@@ -237,8 +236,7 @@ class DPO(Recipe[DPOSettings]):
         """
         settings = self.settings
         self.tokenizer = ChatTokenizer(settings.model, settings.data)
-        encode = preferences(settings.data, self.tokenizer)
-        return load_dataset(settings.data, self.tokenizer, settings.seed, self.rows, encode)
+        return load_dataset(settings.data, self.tokenizer, settings.seed, self.rows, preferences)
 
     def jobs(self) -> list[Job]:
         """Return the jobs of trainer and reference."""

@@ -66,118 +66,106 @@ _LABELS = ("label", "kto_tag")
 """Keys that say whether an answer is good."""
 _PAIR = ("chosen", "rejected")
 
-Encode = Callable[[Any], Row]
+Encode = Callable[[Any, Data, ChatTokenizer], Row]
 """Makes a row without a source from a mapping, a text, a chat or token ids; raises RowError."""
 
 
-def prompts(data: Data, tokenizer: ChatTokenizer) -> Encode:
-    """Return the encoder of rows with prompts only."""
-
-    def encode(row: Any) -> Row:
-        entry = row if isinstance(row, dict) else {data.prompt_key: row}
-        asked = with_columns(entry, [data.prompt_key], [data.answer_key], "user")
-        if (prompt := asked.get(data.prompt_key)) is None:
-            raise without(entry, f"{data.prompt_key!r} (data.prompt_key)")
-        text, ids = tokenizer.encode(prompt, variables_of(entry))
-        if (answer := entry.get(data.answer_key)) is None:  # as in rows for verl
-            with contextlib.suppress(RowError):
-                model = decoded(entry.get("reward_model"), "'reward_model'")
-                answer = model.get("ground_truth") if isinstance(model, dict) else None
-        return Row(ids, text, answer, "", entry, prompt)
-
-    return encode
+def prompts(row: Any, data: Data, tokenizer: ChatTokenizer) -> Row:
+    """Encode a row with a prompt only."""
+    entry = row if isinstance(row, dict) else {data.prompt_key: row}
+    asked = with_columns(entry, [data.prompt_key], [data.answer_key], "user")
+    if (prompt := asked.get(data.prompt_key)) is None:
+        raise without(entry, f"{data.prompt_key!r} (data.prompt_key)")
+    text, ids = tokenizer.encode(prompt, variables_of(entry))
+    if (answer := entry.get(data.answer_key)) is None:  # as in rows for verl
+        with contextlib.suppress(RowError):
+            model = decoded(entry.get("reward_model"), "'reward_model'")
+            answer = model.get("ground_truth") if isinstance(model, dict) else None
+    return Row(tokenizer.known(ids, "the row"), text, answer, "", entry, prompt)
 
 
-def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
-    """Return the encoder of supervised examples.
+def supervised(row: Any, data: Data, tokenizer: ChatTokenizer) -> Row:
+    """Encode a supervised example.
 
     A row has ``input_ids`` (with ``labels`` or masks), ``messages`` (or ``conversations``), a
     prompt with an answer (or ``completion``), or ``text``. Of chats, the assistant's turns are
     trained on, and prompts are not.
     """
-
-    def encode(row: Any) -> Row:
-        form = "input_ids" if is_token_ids(row) else "text" if isinstance(row, str) else "messages"
-        entry = row if isinstance(row, dict) else {form: row}
-        given = {key: value for key, value in entry.items() if value is not None}
-        chat = next((key for key in ("messages", "conversations") if key in given), "")
-        answers = [key for key in dict.fromkeys((data.answer_key, "completion")) if key in given]
-        for key in _LABELS:
-            if str(given.get(key)).lower() == "false":
-                raise unlike(repr(key), given[key], "true: a bad answer is not to be trained on")
-        role = "" if chat else "user"
-        given = with_columns(given, [chat or data.prompt_key], [*answers, "text"], role)
-        if "input_ids" in given:
-            samples = [_tokenized(given, tokenizer)]
-        elif chat:
-            messages = messages_of(given[chat], repr(chat))
-            samples = tokenizer.turns(Chat(messages, variables_of(given), repr(chat)))
-        elif data.prompt_key in given and answers:
-            if len(answers) > 1:
-                raise without(answers, "one answer (data.answer_key)")
-            prompt, answer = given[data.prompt_key], _text_of(given[answers[0]])
-            samples = tokenizer.answer(prompt, repr(answers[0]), answer, variables_of(given))
-        elif "text" in given:
-            if not isinstance(given["text"], str) or not given["text"]:
-                raise unlike("'text'", given["text"], "a text")
-            samples = [tokenizer.continuation("", given["text"], {})]
-        else:
-            pair = f"{data.prompt_key!r} with {data.answer_key!r}"
-            raise without(given, f"'input_ids', 'messages', {pair}, or a 'text'")
-        return _row(entry, tokenizer, samples)
-
-    return encode
+    form = "input_ids" if is_token_ids(row) else "text" if isinstance(row, str) else "messages"
+    entry = row if isinstance(row, dict) else {form: row}
+    given = {key: value for key, value in entry.items() if value is not None}
+    chat = next((key for key in ("messages", "conversations") if key in given), "")
+    answers = [key for key in dict.fromkeys((data.answer_key, "completion")) if key in given]
+    for key in _LABELS:
+        if str(given.get(key)).lower() == "false":
+            raise unlike(repr(key), given[key], "true: a bad answer is not to be trained on")
+    role = "" if chat else "user"
+    given = with_columns(given, [chat or data.prompt_key], [*answers, "text"], role)
+    if "input_ids" in given:
+        samples = [_tokenized(given, tokenizer)]
+    elif chat:
+        messages = messages_of(given[chat], repr(chat))
+        samples = tokenizer.turns(Chat(messages, variables_of(given), repr(chat)))
+    elif data.prompt_key in given and answers:
+        if len(answers) > 1:
+            raise without(answers, "one answer (data.answer_key)")
+        prompt, answer = given[data.prompt_key], _text_of(given[answers[0]])
+        samples = tokenizer.answer(prompt, repr(answers[0]), answer, variables_of(given))
+    elif "text" in given:
+        if not isinstance(given["text"], str) or not given["text"]:
+            raise unlike("'text'", given["text"], "a text")
+        samples = [tokenizer.continuation("", given["text"], {})]
+    else:
+        pair = f"{data.prompt_key!r} with {data.answer_key!r}"
+        raise without(given, f"'input_ids', 'messages', {pair}, or a 'text'")
+    return _row(entry, tokenizer, samples)
 
 
-def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
-    """Return the encoder of preference pairs.
+def preferences(row: Any, data: Data, tokenizer: ChatTokenizer) -> Row:
+    """Encode a preference pair.
 
     A row has a prompt, and ``chosen`` and ``rejected``, each a text, a message or messages. Without
     a prompt, they are texts or chats that share their beginning.
     """
-
-    def encode(row: Any) -> Row:
-        entry: dict[str, Any] = row if isinstance(row, dict) else {}
-        is_shared = entry.get(data.prompt_key) is None
-        begin, role = (_PAIR, "") if is_shared else ([data.prompt_key], "user")
-        entry = with_columns(entry, begin, _PAIR, role)
-        if missing := [name for name in _PAIR if entry.get(name) is None]:
-            raise unlike(repr(missing[0]), None, "a prompt with 'chosen' and 'rejected'")
-        prompt: Any = entry.get(data.prompt_key)
-        pair = {name: _text_of(entry[name]) for name in _PAIR}
-        if not (are_texts := all(isinstance(each, str) for each in pair.values())):
-            pair = {name: messages_of(pair[name], repr(name), "assistant") for name in _PAIR}
-        chosen, rejected = pair.values()
-        if is_shared:
-            size = common(chosen, rejected)
-            if are_texts and chosen[:size].endswith(" "):
-                size -= 1  # tokens begin with a space rather than end with one
-            prompt, pair = chosen[:size], {name: pair[name][size:] for name in _PAIR}
-            if not (prompt and all(pair.values())):
-                expected = "a prompt, or the same beginning of both answers"
-                raise unlike(repr(data.prompt_key), None, expected)
-        variables, samples = variables_of(entry), list[Sample]()
-        for name, answer in pair.items():
-            if is_shared and are_texts:
-                samples.append(tokenizer.continuation(prompt, answer, variables))
-            else:
-                samples += tokenizer.answer(prompt, repr(name), answer, variables)
-        if len(samples) != len(_PAIR):
-            raise RowError(
-                "'chosen' or 'rejected' has turns that the chat template renders otherwise when "
-                "others follow, expected a template that only appends"
-            )
-        if samples[0] == samples[1] and chosen != rejected:
-            raise RowError(
-                "'chosen' and 'rejected' differ, but have equal tokens, expected a chat template "
-                "that renders the difference (data.chat_template)"
-            )
-        starts = [[*each["loss_mask"], 1].index(1) for each in samples]
-        for each, start in zip(samples, starts, strict=True):
-            each["loss_mask"][min(starts) : start] = [1] * (start - min(starts))
-        return _row(entry, tokenizer, samples)
-
-    return encode
+    entry: dict[str, Any] = row if isinstance(row, dict) else {}
+    is_shared = entry.get(data.prompt_key) is None
+    begin, role = (_PAIR, "") if is_shared else ([data.prompt_key], "user")
+    entry = with_columns(entry, begin, _PAIR, role)
+    if missing := [name for name in _PAIR if entry.get(name) is None]:
+        raise unlike(repr(missing[0]), None, "a prompt with 'chosen' and 'rejected'")
+    prompt: Any = entry.get(data.prompt_key)
+    pair = {name: _text_of(entry[name]) for name in _PAIR}
+    if not (are_texts := all(isinstance(each, str) for each in pair.values())):
+        pair = {name: messages_of(pair[name], repr(name), "assistant") for name in _PAIR}
+    chosen, rejected = pair.values()
+    if is_shared:
+        size = common(chosen, rejected)
+        if are_texts and chosen[:size].endswith(" "):
+            size -= 1  # tokens begin with a space rather than end with one
+        prompt, pair = chosen[:size], {name: pair[name][size:] for name in _PAIR}
+        if not (prompt and all(pair.values())):
+            expected = "a prompt, or the same beginning of both answers"
+            raise unlike(repr(data.prompt_key), None, expected)
+    variables, samples = variables_of(entry), list[Sample]()
+    for name, answer in pair.items():
+        if is_shared and are_texts:
+            samples.append(tokenizer.continuation(prompt, answer, variables))
+        else:
+            samples += tokenizer.answer(prompt, repr(name), answer, variables)
+    if len(samples) != len(_PAIR):
+        raise RowError(
+            "'chosen' or 'rejected' has turns that the chat template renders otherwise when "
+            "others follow, expected a template that only appends"
+        )
+    if samples[0] == samples[1] and chosen != rejected:
+        raise RowError(
+            "'chosen' and 'rejected' differ, but have equal tokens, expected a chat template "
+            "that renders the difference (data.chat_template)"
+        )
+    starts = [[*each["loss_mask"], 1].index(1) for each in samples]
+    for each, start in zip(samples, starts, strict=True):
+        each["loss_mask"][min(starts) : start] = [1] * (start - min(starts))
+    return _row(entry, tokenizer, samples)
 
 
 def _tokenized(entry: dict[str, Any], tokenizer: ChatTokenizer) -> Sample:
@@ -213,7 +201,9 @@ def _text_of(answer: Any) -> Any:
 
 
 def _row(entry: dict[str, Any], tokenizer: ChatTokenizer, samples: list[Sample]) -> Row:
-    longest = max((sample["input_ids"] for sample in samples), key=len)
+    longest = max((tokenizer.known(each["input_ids"], "the row") for each in samples), key=len)
+    if not all(any(each["loss_mask"][1:]) for each in samples):
+        raise RowError("the row has no token to train on, expected an answer")
     prompt = tokenizer.decode(samples[0]["input_ids"])
     return Row(longest, prompt, None, "", entry, samples=samples)
 
@@ -223,7 +213,7 @@ def load_dataset(
     tokenizer: ChatTokenizer,
     seed: int,
     rows: Mapping[Any, list[Any]] | None = None,
-    encode: Encode | None = None,
+    encode: Encode = prompts,
 ) -> Dataset:
     """Read, encode and split the data.
 
@@ -232,7 +222,7 @@ def load_dataset(
         tokenizer: The tokenizer of the model.
         seed: Seed of the split.
         rows: Rows that a script passed, by the names that they have in ``data``.
-        encode: Encoder of rows; None reads prompts only.
+        encode: Encoder of rows.
 
     Returns:
         The rows for training and evaluation.
@@ -249,7 +239,7 @@ def load_dataset(
 
     def read(source: Any, split: str | None, default: str) -> Dataset:
         found = read_rows(source, rows or {}, split, default, data.subset)
-        return _usable(source, found, data, encode or prompts(data, tokenizer), tokenizer)
+        return _usable(source, found, data, encode, tokenizer)
 
     found = read(data.train, data.split, "train")
     if data.held_out is not None or data.held_out_split is not None:
@@ -286,7 +276,9 @@ def _usable(
     for name, place, entry in entries:
         found.num_rows += 1
         try:
-            row = _encoded(entry, encode, tokenizer)
+            if isinstance(entry, RowError):
+                raise entry
+            row = encode(entry, data, tokenizer)
         except (RowError, UnicodeError) as error:
             found.skipped.append(f"unusable row ({place}): {error}")
             if data.on_bad_row == "raise":
@@ -314,17 +306,6 @@ def _usable(
             f"{found.skipped[0] if found.skipped else 'Raise the limit.'}"
         )
     return found
-
-
-def _encoded(entry: Any, encode: Encode, tokenizer: ChatTokenizer) -> Row:
-    if isinstance(entry, RowError):
-        raise entry
-    row = encode(entry)
-    for ids in [row.prompt_ids, *(each["input_ids"] for each in row.samples)]:
-        tokenizer.known(ids, "the row")
-    if not all(any(each["loss_mask"][1:]) for each in row.samples):
-        raise RowError("the row has no token to train on, expected an answer")
-    return row
 
 
 class Draw(msgspec.Struct, frozen=True):

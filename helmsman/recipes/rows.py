@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import hashlib
 import itertools
@@ -42,16 +41,15 @@ def without(keys: Iterable[str], expected: str) -> RowError:
     return RowError(f"the row has {', '.join(map(repr, keys)) or 'no values'}, expected {expected}")
 
 
-def plain(value: Any, *, is_columnar: bool = False, in_list: bool = False) -> Any:
+def plain(value: Any, in_list: bool | None = None) -> Any:
     """Convert values of NumPy, pandas, pyarrow, polars and torch to plain Python, at any depth.
 
     Arrays and tuples become lists. NaN, NaT and pandas' NA become None.
 
     Args:
         value: The value.
-        is_columnar: Whether the value is of a column, in which all structs have the keys of each
-            of them. Null keys of structs in lists are left out then.
-        in_list: Whether the value is inside of a list of a column.
+        in_list: For a value of a column, whether it is inside of a list. All structs of a column
+            have the keys of each of them, so null keys of structs in lists are left out.
     """
     if value is None or type(value) in (int, bool, str):
         return value
@@ -59,17 +57,16 @@ def plain(value: Any, *, is_columnar: bool = False, in_list: bool = False) -> An
         return str.__str__(value)  # of a subclass, such as an enum
     if isinstance(value, float):
         return float(value) if value == value else None
-    convert = functools.partial(plain, is_columnar=is_columnar, in_list=in_list)
     if isinstance(value, Mapping):
-        made = {plain(key): convert(each) for key, each in value.items()}
+        made = {plain(key): plain(each, in_list) for key, each in value.items()}
         return {key: each for key, each in made.items() if each is not None or not in_list}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [convert(each, in_list=is_columnar) for each in value]
+        return [plain(each, None if in_list is None else True) for each in value]
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     for name in ("as_py", "to_pylist", "to_list", "tolist", "to_pydatetime", "to_pytimedelta"):
-        if callable(of_library := getattr(value, name, None)):
-            return convert(of_library())
+        if callable(convert := getattr(value, name, None)):
+            return plain(convert(), in_list)
     return value
 
 
@@ -113,7 +110,7 @@ def source_of(
     elif any(map(_is_table, rows)):
         raise TypeError(f"{where} has tables and other values, expected one of them")
     else:
-        rows = [plain(row, is_columnar=is_columnar) for row in rows]
+        rows = list(_columnar(rows) if is_columnar else map(plain, rows))
     if _are_sources(rows):
         return tuple(map(str, rows)), None
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
@@ -206,7 +203,7 @@ def read_rows(
 
 
 def _columnar(rows: Iterable[Any]) -> Iterator[Any]:
-    return (plain(row, is_columnar=True) for row in rows)
+    return (plain(row, in_list=False) for row in rows)
 
 
 def _numbered(rows: Iterable[Any], word: str = "row") -> Iterator[tuple[str, Any]]:

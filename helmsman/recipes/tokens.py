@@ -287,11 +287,7 @@ class ChatTokenizer(FolderTokenizer):
         bare = not self._has_template
         if is_token_ids(prompt):
             text, ids = str(self.tokenizer.decode(self.known(prompt, self._field))), prompt
-        elif (
-            prompt
-            and isinstance(prompt, str)
-            and (self._is_begun(prompt) or not self._has_template)
-        ):
+        elif isinstance(prompt, str) and prompt and (bare or self._is_begun(prompt)):
             text = prompt if self._system is None or not bare else f"{self._system}\n\n{prompt}"
             ids = self._ids(text, is_whole=True)
         else:
@@ -406,13 +402,14 @@ class ChatTokenizer(FolderTokenizer):
 
     def _form(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message in the form that the template takes."""
-        made = copy.deepcopy(message)
         role, content = message["role"], message["content"]
-        made["role"] = self._roles.get(role, role)
         if role == "assistant" and self._end and content.rstrip().endswith(self._end):
             content = content.rstrip().removesuffix(self._end)  # the template writes it
-        is_parts = (role == "assistant") in self._has_parts
-        made["content"] = [{"type": "text", "text": content}] if is_parts else content
+        made = {**message, "role": self._roles.get(role, role), "content": content}
+        if (role == "assistant") in self._has_parts:
+            made["content"] = [{"type": "text", "text": content}]
+        if "tool_calls" in message:
+            made["tool_calls"] = copy.deepcopy(message["tool_calls"])
         for function in (call["function"] for call in made.get("tool_calls", ())):
             arguments = function.get("arguments")
             if arguments is not None and type(arguments) not in self._takes:

@@ -66,7 +66,7 @@ def trained(samples: list[dict[str, Any]], tokenizer: ChatTokenizer) -> list[str
 def test_trains_on_turns_of_assistant(name: str, folder: Path) -> None:
     tokenizer = tokenizer_of(name, folder)
     data = Data(train="")
-    samples = supervised(data, tokenizer)({"messages": CHAT}).samples
+    samples = supervised({"messages": CHAT}, data, tokenizer).samples
     text = "".join(trained(samples, tokenizer))
     assert text.count("answer") == text.count("the end") == 1
     assert not {"question", "more"} & set(text.split())
@@ -77,7 +77,7 @@ def test_trains_on_turns_of_assistant(name: str, folder: Path) -> None:
         assert tokenizer.end_id in ids
     pair = {"prompt": CHAT[:3], "chosen": CHAT[3:], "rejected": "no"}
     for each, word in zip(
-        preferences(data, tokenizer)(pair).samples, ("the end", "no"), strict=True
+        preferences(pair, data, tokenizer).samples, ("the end", "no"), strict=True
     ):
         (answer,) = trained([each], tokenizer)
         assert word in answer
@@ -94,8 +94,8 @@ def test_trains_on_calls_or_refuses_them(name: str, folder: Path) -> None:
         CHAT[3],
     ]
     try:
-        samples = supervised(Data(train=""), tokenizer)(
-            {"messages": messages, "tools": [TOOL]}
+        samples = supervised(
+            {"messages": messages, "tools": [TOOL]}, Data(train=""), tokenizer
         ).samples
     except RowError as error:
         reason = str(error)

@@ -36,18 +36,17 @@ def tokenizer(model: Path) -> ChatTokenizer:
     ],
 )
 def test_supervised_rows(tokenizer: ChatTokenizer, entry: Any, text: str, num_trained: int) -> None:
-    row = supervised(Data(train=""), tokenizer)(entry)
+    row = supervised(entry, Data(train=""), tokenizer)
     assert row.prompt == text
     assert sum(row.samples[0]["loss_mask"]) == num_trained
 
 
 def test_supervised_row_without_answer(tokenizer: ChatTokenizer) -> None:
-    encode = supervised(Data(train=""), tokenizer)
     message = (
         "the row has 'prompt', 'level', expected 'input_ids', 'messages', 'prompt' with 'answer'"
     )
     with pytest.raises(RowError, match=message):
-        encode({"prompt": "1+1=", "level": 3})
+        supervised({"prompt": "1+1=", "level": 3}, Data(train=""), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +58,11 @@ def test_supervised_row_without_answer(tokenizer: ChatTokenizer) -> None:
     ],
 )
 def test_preference_rows(tokenizer: ChatTokenizer, entry: dict[str, Any]) -> None:
-    row = preferences(Data(train=""), tokenizer)(entry)
+    row = preferences(entry, Data(train=""), tokenizer)
     texts = [tokenizer.decode(sample["input_ids"]) for sample in row.samples]
     assert texts == ["<user>1+1=\n<assistant>2\n", "<user>1+1=\n<assistant>33\n"]
     with pytest.raises(RowError, match="'rejected' is null, expected a prompt with"):
-        preferences(Data(train=""), tokenizer)({"prompt": "x", "chosen": "y"})
+        preferences({"prompt": "x", "chosen": "y"}, Data(train=""), tokenizer)
 
 
 def test_sft_learns_and_resumes(model: Path, tmp_path: Path) -> None:

@@ -426,7 +426,7 @@ def check(form: str, case: Case, name: str, counts: Counter[str]) -> None:
     tokenizer = ours(name)
     source, rows = source_of([case.row], None, "train")
     data = Data(train=source, max_tokens=100_000)
-    encode = (preferences if case.is_pair else supervised)(data, tokenizer)
+    encode = preferences if case.is_pair else supervised
     refusal = ""
     try:
         (row,) = load_dataset(data, tokenizer, 0, {source: rows or []}, encode).train
