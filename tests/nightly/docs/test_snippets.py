@@ -12,13 +12,13 @@ import pytest
 from tests.docs.snippets import ELSEWHERE, PAGES, ROOT, Snippet, python_of
 
 HERE = [page for page in PAGES if python_of(page) and str(page.relative_to(ROOT)) not in ELSEWHERE]
-SCRIPTS = [
-    each
+SCRIPTS = {
+    each.code: each
     for page in HERE
     for each in python_of(page)
     if each.is_script and not (ROOT / "examples" / each.title).is_file()
-]
-"""Scripts to run here; tests/nightly/examples runs those of the folder examples."""
+}
+"""Scripts to run here, each once; tests/nightly/examples runs those of the folder examples."""
 RUN = [page for page in HERE if page.name != "README.md"]
 PRINTS = {
     "class Counter": "[42, 42]\n",
@@ -46,7 +46,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=lambda each: each.name)
 def test_script_runs(script: Snippet, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script.code)
     (expected,) = [printed for part, printed in PRINTS.items() if part in script.code]

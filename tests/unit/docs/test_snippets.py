@@ -10,7 +10,7 @@ import yaml
 
 from helmsman.recipes import GRPOSettings
 from helmsman.recipes.config import load
-from tests.docs.snippets import OTHERS, PAGES, ROOT, Snippet, snippets
+from tests.docs.snippets import OTHERS, PAGES, ROOT, Snippet, python_of, snippets
 
 YAML = [each for page in PAGES for each in snippets(page) if each.language == "yaml"]
 
@@ -43,6 +43,12 @@ def test_examples_are_short_and_shown(script: str, page: str | None, num_lines: 
     text = (ROOT / "examples" / script).read_text().rstrip()
     assert sum(bool(line.strip()) for line in text.splitlines()) <= num_lines
     assert page is None or text in (ROOT / page).read_text()
+
+
+def test_readme_and_home_page_show_the_same_fifteen_lines() -> None:
+    (script,) = python_of(ROOT / "README.md")
+    assert [each.code for each in python_of(ROOT / "docs/index.md")] == [script.code]
+    assert sum(bool(line) for line in script.code.splitlines()) == 15
 
 
 def test_page_about_testing_runs_in_its_own_test() -> None:
