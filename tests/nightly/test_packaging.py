@@ -21,7 +21,7 @@ def _run(*command: str | Path, cwd: Path) -> str:
     """Return the output of a command that does not find our sources by its environment."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=90, check=False
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
@@ -99,6 +99,7 @@ def test_wheel_has_only_package(wheel: Path, tracked: set[str]) -> None:
     assert scripts.split() == ["[console_scripts]", "helmsman", "=", "helmsman.__main__:main"]
 
 
+@pytest.mark.timeout(400)
 def test_wheel_runs_readme_elsewhere(wheel: Path, tmp_path: Path) -> None:
     """A fresh environment finds the other packages by a .pth file."""
     home, elsewhere = tmp_path / "venv", tmp_path / "elsewhere"

@@ -1,4 +1,4 @@
-"""Supervises rollout instances: drains them before a preemption, and rebuilds dead ones."""
+"""Supervises rollout instances: drains them before a preemption, and restarts dead ones."""
 
 from __future__ import annotations
 

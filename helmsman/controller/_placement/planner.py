@@ -1,4 +1,4 @@
-"""Plans a place for every rank, or explains why there is none; uses neither Ray nor a clock."""
+"""Chooses node and devices of every rank, or explains why it cannot; needs no Ray and no clock."""
 
 from __future__ import annotations
 

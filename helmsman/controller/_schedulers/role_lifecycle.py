@@ -1,7 +1,7 @@
 """Atomic starts of roles, and restarts, growth and removal of running ones.
 
 Either all jobs of a start are ready and published, or nothing of them remains. A restarted worker
-keeps its id; no id is assigned twice.
+keeps its id; no id is assigned twice. ``roles.stop_roles`` ends workers.
 """
 
 from __future__ import annotations

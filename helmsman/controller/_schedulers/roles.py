@@ -1,4 +1,4 @@
-"""Registry of running roles, and their teardown."""
+"""Registry of running roles, and the end of their workers: engines first, then processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller's end of a worker's channel: requests and replies over an authenticated socket."""
+"""The controller's end of a worker's channel, which reconnects when its socket is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller's view of one worker: its state, pending calls and the errors of calls."""
+"""The controller's view of one worker: its state, its calls, and errors of late or lost ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Losses as pure functions, as described by ``helmsman.api.engines.LossFn``.
 
-docs/training.md lists them.
+docs/training.md lists them. A new one goes into ``policy`` or ``supervised``, and into ``LOSSES``.
 """
 
 from __future__ import annotations

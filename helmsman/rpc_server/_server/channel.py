@@ -1,4 +1,4 @@
-"""Worker's end of its channel: requests and their replies over an authenticated socket.
+"""Worker's end of its channel: decodes requests from authenticated sockets, and sends replies.
 
 A connection may be lost while the worker lives. The controller then reconnects and resumes its
 session (wire.py), so that each request and each reply arrives exactly once.
@@ -260,7 +260,7 @@ class ChannelServer(AuthenticatedServer):
             body = peer.session.take(message)
             if not body:
                 return True
-            arrival = self._understood(body)
+            arrival = self._decoded(body)
             is_due = peer.session.taken(len(body), arrival.wire)
             if arrival.in_order:
                 arrival.answer(reply)
@@ -270,7 +270,7 @@ class ChannelServer(AuthenticatedServer):
             arrival.answer(reply)
         return True
 
-    def _understood(self, body: memoryview) -> _Arrival:
+    def _decoded(self, body: memoryview) -> _Arrival:
         """Decode a request and map its payload.
 
         Raises:
