@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
 from helmsman.api.errors import (
@@ -151,6 +152,41 @@ class RankMonitor:
         return None
 
 
+class Attempt:
+    """The block of one step: ``with attempt as step:``.
+
+    An exception of the block ends it, and the loop over ``RecoverableTraining.steps`` decides
+    whether it is raised or the step is repeated.
+
+    Args:
+        step: Number of the step.
+        held: Closed at once by an exception that ends the run whatever the ranks do, such as
+            KeyboardInterrupt.
+    """
+
+    def __init__(self, step: int, held: contextlib.ExitStack) -> None:
+        self.step = step
+        self.error: Exception | None = None
+        """The exception that ended the block."""
+        self._held = held
+
+    def __enter__(self) -> int:
+        return self.step
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+            return True
+        if error is not None:
+            self._held.close()
+        return False
+
+
 class RecoverableTraining:
     """Runs numbered steps with checkpoints, and resumes from the last one when a rank is lost.
 
@@ -162,8 +198,8 @@ class RecoverableTraining:
     Args:
         trainer: The initialized job. No other role may share its workers without a fork.
         policy: Checkpoint folder and interval, recovery limit, health probes.
-        step: Executes the step with the given number. Random draws should depend on that number
-            alone, so that a repeated step draws the same values.
+        step: Executes the step with the given number; None for a loop over ``steps``. Random draws
+            should depend on that number alone, so that a repeated step draws the same values.
         on_begin: Called with the number of the next step, before the first step and after each
             recovery. The script discards its records of that step and later ones, pushes the
             restored weights to the rollout, and sets values that checkpoints lack (``set_lr``).
@@ -180,7 +216,7 @@ class RecoverableTraining:
         self,
         trainer: TrainController,
         policy: RecoveryPolicy,
-        step: Callable[[int], object],
+        step: Callable[[int], object] | None = None,
         *,
         on_begin: Callable[[int], object] | None = None,
         add_files: Callable[[Path], object] | None = None,
@@ -206,19 +242,45 @@ class RecoverableTraining:
     def run(self, first_step: int, last_step: int) -> None:
         """Run the steps from ``first_step`` to ``last_step``, except those already in a checkpoint.
 
-        Without a checkpoint, the initial weights are saved as step ``first_step - 1``. This is
-        omitted when ``first_step`` is 0: a recovery before the first checkpoint then starts from
-        the weights with which the engines are built.
-
         Args:
             first_step: Number of the first step.
             last_step: Number of the last step, inclusive.
 
         Raises:
+            ValueError: There is no ``step``.
+            Exception: Any error of ``steps`` and ``step``.
+        """
+        if self._step is None:
+            raise ValueError("step is None; expected a function, or a loop over steps()")
+        for attempt in self.steps(first_step, last_step):
+            with attempt as number:
+                self._step(number)
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[Attempt]:
+        """Yield the steps as blocks of a loop in the script, in place of ``run``.
+
+            for attempt in training.steps(1, 1000):
+                with attempt as step:
+                    ...
+
+        The end of a block writes the checkpoint that is due. When a rank is lost in a block, the
+        loop goes on with the step after the last checkpoint; other errors leave the loop. Without
+        a checkpoint, the initial weights are saved as step ``first_step - 1``. This is omitted when
+        ``first_step`` is 0: a recovery before the first checkpoint then starts from the weights
+        with which the engines are built.
+
+        Args:
+            first_step: Number of the first step.
+            last_step: Number of the last step, inclusive.
+
+        Returns:
+            The blocks, each to be entered before the next one is taken.
+
+        Raises:
             RecoveryExhaustedError: A rank was lost after ``policy.max_recoveries`` recoveries.
             CheckpointError: The ranks cannot load the last checkpoint.
             ValueError: Steps are missing between the last checkpoint and ``first_step``.
-            Exception: Any error of ``step``, ``on_begin`` and ``add_files``.
+            Exception: Any error of a block, ``on_begin`` and ``add_files``.
         """
         begin = self._go_on
         with contextlib.ExitStack() as held:
@@ -230,7 +292,10 @@ class RecoverableTraining:
             while True:
                 try:
                     for number in range(begin(first_step), last_step + 1):
-                        self._step(number)
+                        attempt = Attempt(number, held)
+                        yield attempt
+                        if attempt.error is not None:
+                            raise attempt.error
                         self._finish_save()
                         if number % self.policy.save_every == 0 or number == last_step:
                             self._save(number, in_background=self.policy.save_in_background)

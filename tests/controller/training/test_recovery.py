@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.errors import (
+    CallTimeoutError,
     CheckpointError,
     EngineCallError,
     GroupCallError,
@@ -27,12 +28,14 @@ from helmsman.api.scheduler import Job, SchedulingStrategy
 from helmsman.controller._generation.health import Health, SupervisionPolicy
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.controller._training.recovery import RecoverableTraining
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.engines import release_interpreter
 from tests.contract.helpers import wait_until
 from tests.controller.recovery_engines import HELD, HOLD
 from tests.controller.recovery_world import (
     ENGINES,
+    LAST_STEP,
     LOSS,
     Losses,
     Start,
@@ -275,6 +278,28 @@ def test_recovery_versions_only_grow(training: Training, unbroken: Losses) -> No
     assert training.begun == [1, 3, 3]
     assert training.losses == unbroken[False]
     assert training.versions == list(range(10))
+
+
+def test_steps_as_a_loop(start: Start, unbroken: Losses) -> None:
+    """A lost rank repeats blocks; an interrupt leaves the loop, and no rank is watched after it."""
+    training = start(dead_s=0.5)
+    training.before[4] = training.fault("loss", 0)
+    recoverable = RecoverableTraining(training.trainer, training.policy, on_begin=training.on_begin)
+    for attempt in recoverable.steps(1, LAST_STEP):
+        with attempt as number:
+            training.step(number)
+    assert (training.begun, training.done) == ([1, 3], [1, 2, 3, 3, 4, 5, 6])
+    assert training.losses == unbroken[False]
+
+    scheduler, pids = training.trainer.scheduler, training.pids()
+    steps = recoverable.steps(7, 9)
+    with pytest.raises(KeyboardInterrupt), next(steps):
+        raise KeyboardInterrupt
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(CallTimeoutError):
+        scheduler.call_engine("train/1", "pid", rpc_timeout=1.5)
+    os.kill(pids[1], signal.SIGCONT)
+    assert training.pids() == pids
 
 
 def test_run_of_a_restarted_script(

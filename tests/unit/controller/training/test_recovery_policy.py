@@ -46,3 +46,10 @@ def test_recoverable_training_refuses_a_trainer_in_other_workers() -> None:
         InvalidSpecError, match="fork is False; expected True, since a restart of these workers"
     ):
         RecoverableTraining(trainer, policy, lambda number: None)
+
+
+def test_recoverable_training_run_without_step() -> None:
+    trainer = TrainController(FakeScheduler(), RecordingTrainer, Job(role="train"))
+    policy = RecoveryPolicy(checkpoints="checkpoints", save_every=2)
+    with pytest.raises(ValueError, match=r"step is None; expected .* a loop over steps\(\)"):
+        RecoverableTraining(trainer, policy).run(1, 2)
