@@ -13,26 +13,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from helmsman.recipes.dpo import DPO as DPO
     from helmsman.recipes.ending import RunSummary as RunSummary
-    from helmsman.recipes.grpo import GRPO as GRPO
-    from helmsman.recipes.grpo import PPO as PPO
-    from helmsman.recipes.offline import DPO as DPO
-    from helmsman.recipes.offline import SFT as SFT
+    from helmsman.recipes.grpo_recipe import GRPO as GRPO
+    from helmsman.recipes.grpo_recipe import PPO as PPO
     from helmsman.recipes.recipe import Recipe as Recipe
     from helmsman.recipes.settings import DPOSettings as DPOSettings
     from helmsman.recipes.settings import GRPOSettings as GRPOSettings
     from helmsman.recipes.settings import Reward as Reward
     from helmsman.recipes.settings import SFTSettings as SFTSettings
+    from helmsman.recipes.sft import SFT as SFT
     from helmsman.recipes.tiny_model import make_model as make_model
 
 _HOMES = {
-    "DPO": "offline",
+    "DPO": "dpo",
     "DPOSettings": "settings",
-    "SFT": "offline",
+    "SFT": "sft",
     "SFTSettings": "settings",
-    "GRPO": "grpo",
+    "GRPO": "grpo_recipe",
     "GRPOSettings": "settings",
-    "PPO": "grpo",
+    "PPO": "grpo_recipe",
     "Recipe": "recipe",
     "Reward": "settings",
     "RunSummary": "ending",

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from helmsman import TrainController
 from helmsman.agents.samples import Sample, turn_advantages
 from helmsman.api.advantages import group_advantages, sequence_weights
 from helmsman.api.reward_shaping import soft_overlong_punishment
 from helmsman.recipes.prompts import Draw, Row
 from helmsman.recipes.scorer import Scored
-from helmsman.recipes.settings import Algorithm, GRPOSettings
+from helmsman.recipes.settings import AGENT_REWARD, Algorithm, GRPOSettings, name_of
+
+T = TypeVar("T")
+
+_MOST_COMPARED = 16
+"""Answers per step whose log-probabilities are compared with the trainer's."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -70,6 +77,13 @@ class Group(msgspec.Struct, frozen=True):
         return max(rewards) == min(rewards)
 
 
+def make_answer(samples: list[Sample], scored: Scored, settings: GRPOSettings) -> Answer:
+    """Return an answer, whose reward is shaped by the overlong penalty."""
+    made = Answer(samples, scored, scored.total)
+    cost = overlong_cost(made.num_tokens, settings.algorithm, settings.rollout.max_new_tokens)
+    return msgspec.structs.replace(made, reward=scored.total - cost)
+
+
 def overlong_cost(num_tokens: int, algorithm: Algorithm, max_new_tokens: int) -> float:
     """Return the overlong penalty of an answer: 0 before the buffer, then growing linearly."""
     if not algorithm.overlong_buffer:
@@ -86,47 +100,40 @@ def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[s
     """
     algorithm = settings.algorithm
     assert algorithm.normalize_std is not None
-    answers = [answer for group in groups for answer in group.answers]
-    advantages: list[list[Any]]
-    if settings.agent.credit == "turn":
-        advantages = [
-            [
-                sample.per_token(of_turns)
-                for sample, of_turns in zip(answer.samples, of_samples, strict=True)
-            ]
-            for group in groups
-            for answer, of_samples in zip(
-                group.answers,
-                turn_advantages(
-                    [answer.samples for answer in group.answers],
-                    settings.agent.discount,
-                    normalize_std=algorithm.normalize_std,
-                ),
-                strict=True,
-            )
-        ]
-    else:
-        of_answers = group_advantages(
-            [answer.reward for answer in answers],
-            group_ids=[number for number, group in enumerate(groups) for _ in group.answers],
-            normalize_std=algorithm.normalize_std,
-        )
-        advantages = [
-            [value] * len(answer.samples) for answer, value in zip(answers, of_answers, strict=True)
-        ]
-    samples: list[dict[str, Any]] = []
-    for answer, of_samples in zip(answers, advantages, strict=True):
-        counts = not (algorithm.overlong_filter and answer.is_truncated)
-        for sample, advantage in zip(answer.samples, of_samples, strict=True):
-            samples.append(
-                {
-                    "input_ids": sample.input_ids,
-                    "loss_mask": [int(each and counts) for each in sample.loss_mask],
-                    "logprobs": sample.logprobs,
-                    "advantages": advantage,
-                }
-            )
-    return samples
+    advantages: list[Any] = []
+    for group in groups:
+        answers, normalize = group.answers, algorithm.normalize_std
+        if settings.agent.credit == "turn":
+            sessions, discount = [answer.samples for answer in answers], settings.agent.discount
+            of_group = turn_advantages(sessions, discount, normalize_std=normalize)
+            pairs = zip(itertools.chain(*sessions), itertools.chain(*of_group), strict=True)
+            advantages += [sample.per_token(of_turns) for sample, of_turns in pairs]
+        else:
+            rewards = [answer.reward for answer in answers]
+            values = group_advantages(rewards, group_size=len(rewards), normalize_std=normalize)
+            for answer, value in zip(answers, values, strict=True):
+                advantages += [value] * len(answer.samples)
+    kept = [
+        (sample, not (algorithm.overlong_filter and answer.is_truncated))
+        for group in groups
+        for answer in group.answers
+        for sample in answer.samples
+    ]
+    return [
+        {
+            "input_ids": sample.input_ids,
+            "loss_mask": [int(each and counts) for each in sample.loss_mask],
+            "logprobs": sample.logprobs,
+            "advantages": advantage,
+        }
+        for (sample, counts), advantage in zip(kept, advantages, strict=True)
+    ]
+
+
+def split(items: Sequence[T], num_parts: int) -> list[Sequence[T]]:
+    """Split samples or rows into minibatches, in order; their sizes differ by one at most."""
+    edges = [len(items) * each // num_parts for each in range(num_parts + 1)]
+    return [items[begin:end] for begin, end in itertools.pairwise(edges)]
 
 
 def with_weights(samples: Sequence[dict[str, Any]], settings: GRPOSettings) -> list[dict[str, Any]]:
@@ -150,16 +157,21 @@ def loss_arguments(algorithm: Algorithm) -> dict[str, Any]:
     }
 
 
+def deciding_reward(settings: GRPOSettings) -> str:
+    """Return the name of the reward that decides whether an answer is correct."""
+    first = name_of(settings.rewards[0]) if settings.rewards else AGENT_REWARD
+    return settings.evaluation.reward or first
+
+
 def rollout_metrics(
-    groups: Sequence[Group], version: int, right: str, right_from: float
+    groups: Sequence[Group], version: int, settings: GRPOSettings
 ) -> dict[str, float]:
     """Return metrics of a step's answers.
 
     Args:
         groups: The answers by prompt.
         version: Version of the weights that are trained on them.
-        right: Name of the reward that decides whether an answer is correct.
-        right_from: Smallest value of that reward for a correct answer.
+        settings: The settings of the run.
     """
     answers = [answer for group in groups for answer in group.answers]
     rewards = [answer.reward for answer in answers]
@@ -182,11 +194,44 @@ def rollout_metrics(
     for answer in answers:
         for name, value in answer.scored.values.items():
             by_name.setdefault(name, []).append(value)
-    if right in by_name:
-        found["accuracy"] = statistics.fmean(value >= right_from for value in by_name[right])
+    if values := by_name.get(deciding_reward(settings)):
+        found["accuracy"] = statistics.fmean(
+            value >= settings.evaluation.right_from for value in values
+        )
     if len(by_name) > 1:
         found |= {f"reward/{name}/mean": statistics.fmean(each) for name, each in by_name.items()}
     return found
+
+
+def add_logprobs(
+    samples: Sequence[dict[str, Any]],
+    groups: Sequence[Group],
+    trainer: TrainController,
+    settings: GRPOSettings,
+) -> dict[str, float]:
+    """Add the trainer's log-probabilities to the samples, and compare them with the rollout's.
+
+    Does as much of it as ``algorithm.old_logprobs`` and ``tracking.logprob_diff`` ask for.
+
+    Args:
+        samples: The samples of all answers.
+        groups: The answers by prompt.
+        trainer: The controller of the policy.
+        settings: The settings of the run.
+
+    Returns:
+        Metrics of the comparison.
+    """
+    old = settings.algorithm.old_logprobs
+    if not settings.tracking.logprob_diff and old == "rollout":
+        return {}
+    every = 1 if old != "rollout" else -(-len(samples) // _MOST_COMPARED)
+    own = trainer.forward([{"input_ids": each["input_ids"]} for each in samples[::every]])
+    if old != "rollout":
+        for sample, logprobs in zip(samples, own, strict=True):
+            sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs
+    sampled = [each for group in groups for answer in group.answers for each in answer.samples]
+    return logprob_differences(sampled[::every], own, trainer.get_version())
 
 
 def logprob_differences(
@@ -223,9 +268,23 @@ _NAMES = {"ref_kl": "kl"}
 
 def train_metrics(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the token-weighted means of all statistics over a step's optimizer steps."""
+    if not every:
+        return {"optimizer_steps": 0.0}
     total = sum(each["num_tokens"] for each in every)
     found = {
         _NAMES.get(name, name): sum(each[name] * each["num_tokens"] for each in every) / total
         for name in every[0]
     }
-    return {**found, "num_tokens": total, "lr": every[-1]["lr"]}
+    counts = {"num_tokens": total, "optimizer_steps": float(len(every))}
+    return {**found, **counts, "lr": every[-1]["lr"]}
+
+
+def log_likelihood(sample: Mapping[str, Any], logprobs: Any) -> float:
+    """Sum the log-probabilities of unmasked tokens; the first token has none.
+
+    Args:
+        sample: A sample with ``loss_mask``.
+        logprobs: Log-probabilities of its tokens, (T,) float32.
+    """
+    pairs = zip(sample["loss_mask"][1:], logprobs.tolist()[1:], strict=True)
+    return float(sum(each for counts, each in pairs if counts))

@@ -26,10 +26,10 @@ from helmsman.recipes.interrupts import Interrupted, interruptible
 from helmsman.recipes.recipe import Recipe
 
 RECIPES = {
-    "grpo": "helmsman.recipes.grpo:GRPO",
-    "ppo": "helmsman.recipes.grpo:PPO",
-    "sft": "helmsman.recipes.offline:SFT",
-    "dpo": "helmsman.recipes.offline:DPO",
+    "grpo": "helmsman.recipes.grpo_recipe:GRPO",
+    "ppo": "helmsman.recipes.grpo_recipe:PPO",
+    "sft": "helmsman.recipes.sft:SFT",
+    "dpo": "helmsman.recipes.dpo:DPO",
 }
 """Command -> recipe class or factory."""
 

@@ -10,7 +10,8 @@ from typing import Any
 from helmsman import TrainController
 from helmsman.api.advantages import gae, whiten
 from helmsman.api.reward_shaping import token_rewards
-from helmsman.recipes.settings import Critic
+from helmsman.recipes.batches import Group
+from helmsman.recipes.settings import GRPOSettings
 
 FOLDER = "critic"
 """Folder of a checkpoint with the state of the critic."""
@@ -21,25 +22,23 @@ class CriticModel:
 
     Args:
         ranks: The controller of the value model.
-        settings: The settings of the critic.
-        takes_turns: Whether devices are shared: the ranks wake for a call and sleep afterwards.
+        settings: The settings of the run. Where devices are shared, the ranks wake for a call and
+            sleep afterwards.
     """
 
-    def __init__(self, ranks: TrainController, settings: Critic, *, takes_turns: bool) -> None:
-        self._ranks, self._settings, self._takes_turns = ranks, settings, takes_turns
+    def __init__(self, ranks: TrainController, settings: GRPOSettings) -> None:
+        self._ranks, self._settings = ranks, settings.critic
+        self._takes_turns = settings.cluster.takes_turns
 
-    @property
-    def ranks(self) -> TrainController:
-        """The controller of the value model."""
-        return self._ranks
-
-    def judge(self, samples: Sequence[dict[str, Any]], scores: Sequence[float]) -> None:
+    def add_advantages(self, samples: Sequence[dict[str, Any]], groups: Sequence[Group]) -> None:
         """Add ``values``, ``returns`` and whitened ``advantages``, each (T,), to the samples.
 
         Args:
-            samples: Samples with ``input_ids`` and ``loss_mask``.
-            scores: The reward of each sample.
+            samples: Samples of the groups' answers, with ``input_ids`` and ``loss_mask``.
+            groups: The answers with their rewards.
         """
+        answers = [answer for group in groups for answer in group.answers]
+        scores = [answer.reward for answer in answers for _ in answer.samples]
         with self._awake():
             values = self._ranks.forward([{"input_ids": each["input_ids"]} for each in samples])
         masks = [sample["loss_mask"] for sample in samples]
@@ -52,25 +51,26 @@ class CriticModel:
             sample |= {"values": value, "returns": gained, "advantages": advantage}
 
     def train(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Run an optimizer step on samples from ``judge``, and return its metrics."""
+        """Run an optimizer step on samples from ``add_advantages``, and return its metrics."""
         with self._awake():
             stats = self._ranks.train_batch(samples, "value", {"clip": self._settings.clip})
         kept = ("loss", "grad_norm", "value", "return", "value_clip_fraction")
         return {f"critic/{name}": stats[name] for name in kept if name in stats}
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint."""
+        """Write the state into a checkpoint; see Part."""
         with self._awake():
             self._ranks.save(str(folder / FOLDER))
 
-    def load(self, folder: Path) -> None:
-        """Read the state of a checkpoint.
+    def begin(self, step: int, checkpoint: Path | None) -> None:
+        """Read the state of the last checkpoint; see Part.
 
         Raises:
             CheckpointError: The state cannot be read.
         """
-        with self._awake():
-            self._ranks.load(str(folder / FOLDER))
+        if checkpoint is not None:
+            with self._awake():
+                self._ranks.load(str(checkpoint / FOLDER))
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:

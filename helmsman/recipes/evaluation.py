@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import statistics
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from helmsman import SamplingParams
+from helmsman.recipes.answers import Answers
+from helmsman.recipes.batches import deciding_reward
+from helmsman.recipes.failures import Judged, note_failures
+from helmsman.recipes.files import write_json
 from helmsman.recipes.prompts import Row
-from helmsman.recipes.settings import Evaluation
+from helmsman.recipes.settings import Evaluation, GRPOSettings
+
+log = logging.getLogger(__name__)
 
 Judge = Callable[[Row, SamplingParams], Awaitable[bool | None]]
 """Answers a prompt once, and returns whether the answer is correct; None if that is unknown."""
@@ -124,3 +133,63 @@ async def evaluate(
             pass_at_k={k: statistics.fmean(values) for k, values in of_k.items() if values},
         )
     return results
+
+
+def evaluate_answers(
+    rows: Sequence[Row],
+    answers: Answers,
+    settings: GRPOSettings,
+    sampling: SamplingParams,
+    *,
+    step: int,
+    version: int,
+) -> dict[str, float]:
+    """Answer the held-out prompts with the current weights, and write the results.
+
+    Args:
+        rows: The held-out prompts.
+        answers: Answers prompts, and rewards the answers.
+        settings: The settings of the run.
+        sampling: Sampling parameters of training.
+        step: Number of the step.
+        version: Version of the weights.
+
+    Returns:
+        The results as metrics.
+    """
+    right, found, started = deciding_reward(settings), settings.evaluation, time.monotonic()
+    longest = found.max_new_tokens or settings.rollout.max_new_tokens
+    sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
+    failed, judged = 0, list[Judged]()
+
+    async def judge(row: Row, sampling: SamplingParams) -> bool | None:
+        nonlocal failed
+        try:
+            ((_, scored),) = await answers.answer(row, [sampling])
+        except Exception as error:  # agents raise any exception; only this session fails
+            if not settings.agent.is_given:
+                raise
+            if not failed:
+                log.warning("an evaluated session failed, and counts as wrong: %s", error)
+            failed += 1
+            return False
+        judged.append((row, scored))
+        value = scored.values.get(right)
+        return None if value is None else value >= found.right_from
+
+    by_source = asyncio.run(evaluate(rows, found, sampling, judge, seed=settings.seed))
+    out = Path(settings.out)
+    failed += note_failures(out, step, judged, f"the evaluation of step {step}")
+    result = EvaluationResult(
+        step=step,
+        weight_version=version,
+        samples=found.samples,
+        temperature=found.temperature,
+        seconds=time.monotonic() - started,
+        failed=failed,
+        by_source=by_source,
+    )
+    folder = out / "evaluations"
+    folder.mkdir(exist_ok=True)
+    write_json(folder / f"step-{step:06d}.json", result)
+    return result.metrics()

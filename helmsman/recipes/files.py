@@ -43,10 +43,8 @@ def clear(out: Path, *, files: Sequence[str] = (), folders: Sequence[str] = ()) 
         return False
     for path in all_folders:
         shutil.rmtree(path, ignore_errors=True)
-    for path in [
-        *all_files,
-        mark,
-    ]:  # settings.json comes last, so that an interrupted clear() can be repeated
+    # settings.json comes last, so that an interrupted clear() can be repeated
+    for path in [*all_files, mark]:
         path.unlink(missing_ok=True)
     return True
 

@@ -1,226 +1,149 @@
-"""The recipes GRPO (with Dr. GRPO and DAPO) and PPO."""
+"""GRPO, with Dr. GRPO, DAPO and PPO, from top to bottom.
+
+``GRPOLoop.train`` is the loop, and ``GRPOLoop.step`` a step: draw, generate, reward, advantages,
+train, sync. Each line of them is a call of a part. The parts do not refer to the loop;
+``grpo_recipe.GRPO.start`` builds them and wires them.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+import dataclasses
 
-from helmsman import Job, RolloutController, Scheduler, TrainController
-from helmsman.agents import AgentGateway
-from helmsman.api.extras import needed_by
-from helmsman.recipes.answers import AgentAnswers, Answers, SingleAnswers, find_agent
+import msgspec
+
+from helmsman import SamplingParams, TrainController
+from helmsman.recipes.answers import Answers
+from helmsman.recipes.batches import (
+    Group,
+    add_logprobs,
+    loss_arguments,
+    make_answer,
+    make_samples,
+    rollout_metrics,
+    split,
+    train_metrics,
+    with_weights,
+)
 from helmsman.recipes.critic import CriticModel
-from helmsman.recipes.loop import Loop
-from helmsman.recipes.prompts import Dataset, load_dataset
-from helmsman.recipes.recipe import Recipe
+from helmsman.recipes.devices import Devices
+from helmsman.recipes.episodes import Episodes
+from helmsman.recipes.evaluation import evaluate_answers
+from helmsman.recipes.prompts import Draw, Row
 from helmsman.recipes.reference import Reference
-from helmsman.recipes.rewards import make_caller
-from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
-from helmsman.recipes.run import Run
-from helmsman.recipes.scorer import Scorer
-from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
+from helmsman.recipes.roles import learning_rate
+from helmsman.recipes.run import Run, is_due
+from helmsman.recipes.samples import log_samples
+from helmsman.recipes.settings import GRPOSettings
 from helmsman.recipes.tokens import ChatTokenizer
-from helmsman.recipes.trackers import Trackers
-
-RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, Any] | Reward
-"""Name of a built-in reward, import path, function, or fields of a ``Reward``."""
 
 
-class GRPO(Recipe[GRPOSettings]):
-    """Train a language model by GRPO, Dr. GRPO or DAPO on prompts and rewards.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPOLoop:
+    """The loop of GRPO and PPO on started workers."""
 
-        GRPO(model="models/qwen", data="train.jsonl", rewards=["math"], steps=200).train()
+    run: Run[GRPOSettings]
+    """Steps that survive lost workers, timed phases, metrics and checkpoints."""
+    trainer: TrainController
+    """The policy."""
+    devices: Devices
+    """Shared devices and weights of trainer and instances, and the check of the weights."""
+    episodes: Episodes
+    """The batches: draws prompts, runs ``episode`` for each, and filters the groups."""
+    answers: Answers
+    """The instances with the rewards, or the sessions of an agent."""
+    reference: Reference | None
+    """The frozen initial model; None without a KL term."""
+    critic: CriticModel | None
+    """The value model of PPO; None without one."""
+    held_out: list[Row]
+    """Prompts to evaluate on."""
+    tokenizer: ChatTokenizer
+    """The tokenizer of the model."""
 
-    Args:
-        model: Local Hugging Face folder of the initial model.
-        data: A file, a dataset folder, a list of them, a table, any iterable of rows, or a mapping
-            with the keys of ``data``.
-        rewards: Functions, names of built-in rewards (``exact``, ``number``, ``format``, ``math``),
-            import paths (``pkg.mod:fn`` or ``path/file.py:fn``), or mappings with the keys of
-            ``rewards[]``.
-        agent: In place of rewards, an agent that uses the model through the API of OpenAI or
-            Anthropic, and returns its reward: a function, its import path, or a mapping with the
-            keys of ``agent``.
-        **settings: The other arguments of Recipe: ``config``, ``resume``, ``overwrite``, and
-            sections and keys of GRPOSettings.
+    def train(self) -> None:
+        """Run all steps after the last checkpoint; step 0 is the evaluation before training."""
+        run, settings, found = self.run, self.run.settings, self.run.settings.evaluation
+        self.devices.to_training()
+        for attempt in run.steps():
+            with attempt as step:  # its end writes the checkpoint; a lost worker repeats steps
+                with run.clock.phase("step"):
+                    metrics = self.step(step) if step else {}
+                    if self.held_out and is_due(
+                        step, every=found.every, last=settings.steps, at_start=found.at_start
+                    ):
+                        metrics |= self.evaluate(step)
+                run.log(step, metrics)
+        run.export_model()
 
-    Raises:
-        ValueError: Settings are invalid or do not fit together.
-        OSError: The configuration cannot be read.
-        BackendNotInstalledError: The configuration needs a package that is missing.
-    """
+    def step(self, step: int) -> dict[str, float]:
+        """Train on the answers to some prompts, sync the weights, and return the metrics."""
+        run, settings, trainer = self.run, self.run.settings, self.trainer
+        clock, algorithm = run.clock, settings.algorithm
 
-    kind: ClassVar[type[RunSettings]] = GRPOSettings
-    fixed: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "samples_per_prompt")
+        # Draw, generate, reward.
+        self.devices.to_rollout()
+        with clock.phase("generate"):
+            groups, metrics = self.episodes.batch(step, self.episode)
+        metrics |= self.devices.to_training(check_of=step)
+        metrics |= rollout_metrics(groups, trainer.get_version(), settings)
+        run.trackers.show(log_samples(step, groups, settings, self.tokenizer))
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
-        rewards: Sequence[RewardLike] | RewardLike | None = None,
-        *,
-        agent: str | Callable[..., Any] | Mapping[str, Any] | None = None,
-        **settings: Any,
-    ) -> None:
-        self.functions: dict[str, Callable[..., Any]] = {}
-        """Rewards and agents passed as functions, by ``use``."""
-        if agent is not None:
-            settings["agent"] = self._agent(agent)
-        if rewards is not None:
-            is_one = isinstance(rewards, str | Mapping | Reward) or callable(rewards)
-            each: Any = [rewards] if is_one else rewards
-            settings["rewards"] = [self._entries(reward) for reward in each]
-        super().__init__(model, data, **settings)
+        # Advantages: of the group, or of the critic.
+        samples = make_samples(groups, settings)
+        with clock.phase("logprobs"):
+            metrics |= add_logprobs(samples, groups, trainer, settings)
+        if self.reference is not None:
+            with clock.phase("reference"):
+                self.reference.add_logprobs(samples)
+        if self.critic is not None:
+            with clock.phase("critic"):
+                self.critic.add_advantages(samples, groups)
 
-    def _agent(self, agent: str | Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
-        if isinstance(agent, Mapping):
-            return {**agent, **(self._agent(agent["use"]) if callable(agent.get("use")) else {})}
-        if isinstance(agent, str):
-            return {"use": agent}
-        return {"use": self._entries(agent)["use"]}
+        # Train, by an optimizer step for each minibatch.
+        trainer.set_lr(learning_rate(settings, step))
+        stats, values = list[dict[str, float]](), dict[str, float]()
+        with clock.phase("train"):
+            for part in split(samples, settings.train.minibatches):
+                if not any(any(sample["loss_mask"]) for sample in part):
+                    continue
+                if self.critic is not None:
+                    values = self.critic.train(part)
+                weighted = with_weights(part, settings)
+                stats.append(
+                    trainer.train_batch(weighted, algorithm.loss, loss_arguments(algorithm))
+                )
+        metrics |= train_metrics(stats) | values
 
-    def _entries(self, reward: RewardLike) -> dict[str, Any]:
-        if isinstance(reward, str):
-            return {"use": reward}
-        if isinstance(reward, Reward):
-            return {name: getattr(reward, name) for name in reward.__struct_fields__}
-        if isinstance(reward, Mapping):
-            entries = dict(reward)
-            if callable(entries.get("use")):
-                return {**entries, **self._entries(entries["use"])}
-            return entries
-        name = getattr(reward, "__name__", type(reward).__name__)
-        use = f"{getattr(reward, '__module__', '')}:{name}"
-        self.functions[use] = reward
-        return {"use": use, "name": name}
+        # Sync.
+        metrics |= self.devices.sync(step)
+        self.episodes.go_on(step)
+        num_tokens = sum(len(sample["input_ids"]) for sample in samples)
+        return {**metrics, "tokens_per_second": num_tokens / clock.elapsed_s}
 
-    def load_data(self) -> Dataset:
-        """Read tokenizer and prompts, and resolve the rewards.
+    async def episode(self, draw: Draw) -> Group:
+        """Generate the answers to a prompt, and reward them; many episodes run at once."""
+        sampling, settings = self.sampling, self.run.settings
+        samplings = [msgspec.structs.replace(sampling, seed=seed) for seed in draw.seeds]
+        outcomes = await self.answers.answer(draw.row, samplings, draw)
+        return Group(draw, [make_answer(*each, settings) for each in outcomes])
 
-        Raises:
-            ValueError: The tokenizer, a row or a reward is invalid.
-            OSError: A file cannot be read.
-            BackendNotInstalledError: A package is missing.
-        """
-        self.tokenizer = ChatTokenizer(self.settings.model, self.settings.data)
-        dataset = load_dataset(self.settings.data, self.tokenizer, self.settings.seed, self.rows)
-        self._callers = [make_caller(reward, self.functions) for reward in self.settings.rewards]
-        agent = self.settings.agent
-        if agent.is_given:
-            with needed_by("the agent's gateway", "aiohttp"):
-                importlib.import_module("aiohttp")
-        if agent.use:
-            find_agent(agent.use, self.functions)
-        return dataset
-
-    def check(self) -> None:
-        """Check that each row has the values that the rewards require."""
-        for row in (*self.dataset.train, *self.dataset.held_out):
-            for caller in self._callers:
-                try:
-                    caller.require_row(row.entry, row.answer)
-                except ValueError as error:
-                    raise ValueError(
-                        f"unusable row ({row.place}): {error}, expected an answer as text by "
-                        f"{self.settings.data.answer_key!r} (data.answer_key). Mend the row, or "
-                        "give the parameter of your own reward a default."
-                    ) from error
-
-    def jobs(self) -> list[Job]:
-        """Return the jobs of trainer, rollout, reference (with a KL term) and critic (PPO)."""
-        return make_jobs(self.settings)
-
-    def start(
-        self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
-    ) -> Callable[[Trackers], Loop]:
-        """Start rewards, trainer, reference, critic and rollout."""
-        settings = self.settings
-        scorer = None
-        if not settings.agent.is_given:
-            scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
-        trainer = make_trainer(settings, scheduler, jobs["train"])
-        rollout = make_rollout(settings, scheduler, jobs["rollout"])
-        ranks = (
-            make_trainer(settings, scheduler, jobs["reference"]) if "reference" in jobs else None
-        )
-        values = make_trainer(settings, scheduler, jobs["critic"]) if "critic" in jobs else None
-        for controller in (trainer, ranks, values, rollout):
-            if controller is not None:
-                controller.initialize()
-            if isinstance(controller, TrainController) and settings.cluster.takes_turns:
-                controller.sleep()  # the next controller needs the devices
-        most, takes_turns = settings.checkpoints.max_recoveries, settings.cluster.takes_turns
-        reference = None if ranks is None else Reference(ranks, most, takes_turns=takes_turns)
-        critic = (
-            None
-            if values is None
-            else CriticModel(values, settings.critic, takes_turns=takes_turns)
-        )
-        answers: Answers
-        if scorer is None:
-            gateway = held.enter_context(self._gateway(rollout))
-            answers = AgentAnswers(
-                gateway, settings.agent, settings.rollout.staleness, self.functions
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Answer the held-out prompts with the current weights, and return the metrics."""
+        self.devices.to_rollout()
+        with self.run.clock.phase("evaluate"):
+            metrics = evaluate_answers(
+                self.held_out,
+                self.answers,
+                self.run.settings,
+                self.sampling,
+                step=step,
+                version=self.trainer.get_version(),
             )
-        else:
-            answers = SingleAnswers(rollout, self.tokenizer, scorer)
-        return lambda trackers: Run(
-            settings,
-            self.dataset,
-            self.tokenizer,
-            trainer,
-            rollout,
-            reference,
-            critic,
-            answers,
-            trackers,
-        )
+        self.devices.to_training()
+        return metrics
 
-    def _gateway(self, rollout: RolloutController) -> AgentGateway:
-        settings = self.settings
-        return AgentGateway(
-            rollout,
-            self.tokenizer.tokenizer,
-            sampling=settings.sampling,
-            host=settings.agent.host,
-            port=settings.agent.port,
-            public_url=settings.agent.public_url,
-            max_context=settings.max_model_len,
-            family=settings.agent.family,
-            stop_token_ids=self.tokenizer.stop_ids,
-            journal=Path(settings.out) / "sessions.sqlite",
-        )
-
-
-def PPO(  # noqa: N802 - used like the recipe classes
-    model: str | Path | None = None,
-    data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
-    rewards: Sequence[RewardLike] | RewardLike | None = None,
-    **settings: Any,
-) -> GRPO:
-    """Train a language model by PPO with a critic: the loop of GRPO with the preset ``ppo``.
-
-    Args:
-        model: Local Hugging Face folder of the initial model, also of the critic.
-        data: A file, a dataset folder, a list of them, a table, any iterable of rows, or a mapping
-            with the keys of ``data``.
-        rewards: Functions, names of built-in rewards, import paths, or mappings with the keys of
-            ``rewards[]``.
-        **settings: The other arguments of GRPO; ``critic`` has the settings of the value model.
-
-    Returns:
-        The recipe; ``.train()`` runs it.
-
-    Raises:
-        ValueError: Settings are invalid or do not fit together.
-        OSError: The configuration cannot be read.
-        BackendNotInstalledError: The configuration needs a package that is missing.
-    """
-    algorithm = {**settings.pop("algorithm", {}), "preset": "ppo"}
-    return GRPO(model, data, rewards, algorithm=algorithm, **settings)
-
-
-PPO.kind = GRPOSettings  # type: ignore[attr-defined]  # the command line reads it, as from the classes
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters of training, without a seed."""
+        stop_ids = self.tokenizer.stop_ids
+        return msgspec.structs.replace(self.run.settings.sampling, stop_token_ids=stop_ids)

@@ -16,8 +16,7 @@ from helmsman import Checkpoints, Job, Scheduler
 from helmsman.recipes.config import as_yaml, read
 from helmsman.recipes.ending import RunSummary, finish
 from helmsman.recipes.files import clear, only_run_in, write_json
-from helmsman.recipes.loop import Loop
-from helmsman.recipes.prompts import Dataset
+from helmsman.recipes.prompts import Dataset, Encode, load_dataset, prompts
 from helmsman.recipes.roles import start_scheduler
 from helmsman.recipes.rows import source_of
 from helmsman.recipes.settings import RunSettings
@@ -182,11 +181,9 @@ class Recipe(abc.ABC, Generic[S]):
                 start_scheduler(settings.cluster, settings.seed, out / "logs")
             )
             print(f"{scheduler.plan(jobs).table()}\n", flush=True)
-            start = self.start(held, scheduler, {job.role: job for job in jobs})
+            train = self.start(held, scheduler, {job.role: job for job in jobs})
             print(f"all workers are ready after {time.monotonic() - started:.0f} s\n", flush=True)
-            loop = start(held.enter_context(open_trackers(settings, metrics)))
-            with contextlib.closing(loop):
-                loop.train()
+            train(held.enter_context(open_trackers(settings, metrics)))
         summary = finish(settings, self.dataset, metrics.read(), seconds=time.monotonic() - started)
         sys.stdout.flush()
         return summary
@@ -264,7 +261,6 @@ class Recipe(abc.ABC, Generic[S]):
 
     # --- hooks of a recipe ------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def load_data(self) -> Dataset:
         """Read tokenizer and rows.
 
@@ -273,6 +269,14 @@ class Recipe(abc.ABC, Generic[S]):
             OSError: A file cannot be read.
             BackendNotInstalledError: A package is missing.
         """
+        data = self.settings.data
+        self.tokenizer = ChatTokenizer(self.settings.model, data)
+        return load_dataset(data, self.tokenizer, self.settings.seed, self.rows, self.encoder)
+
+    @property
+    def encoder(self) -> Encode:
+        """The encoder of rows; by default they have prompts only."""
+        return prompts
 
     def check(self) -> None:
         """Check that the loaded rows have all values that training takes from them.
@@ -288,7 +292,7 @@ class Recipe(abc.ABC, Generic[S]):
     @abc.abstractmethod
     def start(
         self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
-    ) -> Callable[[Trackers], Loop]:
+    ) -> Callable[[Trackers], None]:
         """Start the workers.
 
         Args:
@@ -297,7 +301,7 @@ class Recipe(abc.ABC, Generic[S]):
             jobs: The jobs by role.
 
         Returns:
-            A function that makes the loop from trackers.
+            A function that runs the loop, with the trackers.
         """
 
 

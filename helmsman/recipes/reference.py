@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from helmsman import TrainController
 from helmsman.api.errors import GroupCallError, StartError, WorkerFailedError
+from helmsman.recipes.settings import GRPOSettings, RunSettings
 
 log = logging.getLogger(__name__)
 
@@ -19,21 +20,27 @@ class Reference:
 
     Args:
         ranks: The controller of the frozen job.
-        max_recoveries: Maximum rebuilds in the whole run; a further loss is raised.
-        takes_turns: Whether devices are shared: the ranks wake for a call and sleep afterwards.
+        settings: The settings of the run: ``checkpoints.max_recoveries`` rebuilds at most. Where
+            devices are shared, the ranks wake for a call and sleep afterwards.
     """
 
-    def __init__(self, ranks: TrainController, max_recoveries: int, *, takes_turns: bool) -> None:
-        self._ranks, self._most, self._takes_turns = ranks, max_recoveries, takes_turns
+    def __init__(self, ranks: TrainController, settings: RunSettings) -> None:
+        self._ranks, self._most = ranks, settings.checkpoints.max_recoveries
+        self._takes_turns = isinstance(settings, GRPOSettings) and settings.cluster.takes_turns
 
-    def logprobs(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the log-probabilities of each sample's tokens, (T,) float32.
+    def add_logprobs(self, samples: Sequence[dict[str, Any]]) -> None:
+        """Add ``ref_logprobs`` to the samples, (T,) float32 each.
 
         Raises:
             WorkerFailedError: A rank was lost after ``max_recoveries`` rebuilds.
             StartError: A rebuild failed, and ``max_recoveries`` is reached.
             GroupCallError: Several ranks failed.
         """
+        tokens = [{"input_ids": sample["input_ids"]} for sample in samples]
+        for sample, logprobs in zip(samples, self._logprobs(tokens), strict=True):
+            sample["ref_logprobs"] = logprobs
+
+    def _logprobs(self, tokens: Sequence[dict[str, Any]]) -> list[Any]:
         is_lost = False
         while True:
             try:
@@ -41,7 +48,7 @@ class Reference:
                     self._ranks.recover()
                 if self._takes_turns:
                     self._ranks.wake()
-                logprobs: list[Any] = self._ranks.forward(samples)
+                logprobs: list[Any] = self._ranks.forward(tokens)
                 if self._takes_turns:
                     self._ranks.sleep()
             except (WorkerFailedError, GroupCallError, StartError) as error:

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from helmsman.recipes.files import append_line, rewind
-from helmsman.recipes.settings import Tracking
+from helmsman.recipes.batches import Group
+from helmsman.recipes.files import append_line
+from helmsman.recipes.settings import GRPOSettings
+from helmsman.recipes.tokens import FolderTokenizer
 
+FILE = "samples.jsonl"
+"""File of the output folder with some answers of each step."""
 _WIDTH = 44
 
 
@@ -24,28 +28,38 @@ class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
     """Unweighted rewards by name."""
 
 
-class SampleLog:
-    """Writes samples.jsonl, and formats tables for the console.
+def log_samples(
+    step: int, groups: Sequence[Group], settings: GRPOSettings, tokenizer: FolderTokenizer
+) -> str:
+    """Write the first answers of a step's first groups, and format those that are shown.
 
     Args:
-        path: The file.
-        settings: Number of rows per step, and steps between tables.
+        step: Number of the step.
+        groups: The answers by prompt.
+        settings: The settings of the run.
+        tokenizer: The tokenizer of the model.
+
+    Returns:
+        A table if one is due, else an empty text.
     """
-
-    def __init__(self, path: Path, settings: Tracking) -> None:
-        self._path, self._settings = path, settings
-
-    def log(self, step: int, rows: Sequence[SampleRow]) -> str:
-        """Write the first rows of a step; return a table if one is due, else an empty text."""
-        kept = rows[: self._settings.samples]
-        for row in kept:
-            append_line(self._path, row)
-        every = self._settings.show_samples_every
-        return table(kept) if kept and every and (step == 1 or step % every == 0) else ""
-
-    def rewind(self, step: int) -> None:
-        """Remove the rows of all later steps, which will be repeated."""
-        rewind(self._path, step)
+    rows = []
+    for group in groups[: settings.tracking.samples]:
+        answer = group.answers[0]
+        ids, new = answer.samples[0].input_ids, answer.samples[0].continuation
+        prompt = group.draw.row.prompt
+        if settings.agent.is_given:
+            prompt = tokenizer.decode(ids[: len(ids) - len(new)])
+        row = SampleRow(
+            step=step,
+            prompt=prompt,
+            completion=tokenizer.decode(new),
+            reward=answer.reward,
+            values=answer.scored.values,
+        )
+        append_line(Path(settings.out) / FILE, row)
+        rows.append(row)
+    every = settings.tracking.show_samples_every
+    return table(rows) if rows and every and (step == 1 or step % every == 0) else ""
 
 
 def table(rows: Sequence[SampleRow]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -15,12 +16,14 @@ from helmsman import (
     SamplingParams,
     TrainController,
 )
+from helmsman.recipes.files import append_line
 from helmsman.recipes.settings import Check
 
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a check, as written to checks.jsonl."""
 
+    step: int
     weight_version: int
     max_diff: float
     """Largest absolute difference of a log-probability."""
@@ -43,10 +46,11 @@ class WeightCheck:
     Args:
         prompts: Token ids of the prompts.
         settings: Length of the answers, and tolerance.
+        path: File with a line for each check.
     """
 
-    def __init__(self, prompts: Sequence[list[int]], settings: Check) -> None:
-        self._prompts, self._settings = list(prompts), settings
+    def __init__(self, prompts: Sequence[list[int]], settings: Check, path: Path) -> None:
+        self._prompts, self._settings, self._path = list(prompts), settings, path
         self._num_asked = 0
 
     def ask(self, rollout: RolloutController) -> dict[str, list[GenerationResult]]:
@@ -81,16 +85,17 @@ class WeightCheck:
         return dict(zip(serving, asyncio.run(ask_all()), strict=True))
 
     def compare(
-        self, trainer: TrainController, answers: dict[str, list[GenerationResult]]
-    ) -> Differences:
-        """Compare the answers' log-probabilities with the trainer's.
+        self, trainer: TrainController, answers: dict[str, list[GenerationResult]], step: int
+    ) -> dict[str, float]:
+        """Compare the answers' log-probabilities with the trainer's, and record the differences.
 
         Args:
             trainer: The controller of the policy.
             answers: Answers by instance, as ``ask`` returns them.
+            step: Number of the step.
 
         Returns:
-            The differences.
+            Metrics of the differences.
 
         Raises:
             WeightsDifferError: A difference exceeds the tolerance, or an instance serves another
@@ -123,7 +128,8 @@ class WeightCheck:
                         f"{self._settings.tolerance:g}. Raise the tolerance for lower precision; "
                         "else check the engine's update_weights."
                     )
-        return Differences(
+        found = Differences(
+            step=step,
             weight_version=version,
             max_diff=max(apart, default=0.0),
             mean_diff=sum(apart) / max(1, len(apart)),
@@ -136,3 +142,5 @@ class WeightCheck:
                 worker: [each.logprobs for each in results] for worker, results in answers.items()
             },
         )
+        append_line(self._path, found)
+        return {"check/max_diff": found.max_diff, "check/mean_diff": found.mean_diff}

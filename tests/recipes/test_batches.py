@@ -91,7 +91,7 @@ def test_overlong_cost() -> None:
 
 
 def test_rollout_metrics() -> None:
-    found = rollout_metrics(GROUPS, 3, "exact", 1.0)
+    found = rollout_metrics(GROUPS, 3, settings())
     assert found["reward/mean"] == 0.5
     assert (found["response_length/mean"], found["response_length/max"]) == (2.25, 4.0)
     assert found["response_length/truncated"] == 0.25
@@ -117,10 +117,11 @@ def test_rollout_metrics_of_rewards_for_some_rows() -> None:
     one, two = (
         msgspec.structs.replace(answer([1], each.total), scored=each) for each in (both, other)
     )
-    found = rollout_metrics([group(one, two)], 3, "exact", 0.5)
+    half = settings(("evaluation.right_from", "0.5"))
+    found = rollout_metrics([group(one, two)], 3, half)
     assert (found["accuracy"], found["reward/mean"]) == (1.0, 0.75)
     assert (found["reward/exact/mean"], found["reward/judge/mean"]) == (0.5, 0.5)
-    assert "accuracy" not in rollout_metrics([group(two, two)], 3, "exact", 0.5)
+    assert "accuracy" not in rollout_metrics([group(two, two)], 3, half)
 
 
 def test_logprob_differences_of_same_version() -> None:
@@ -145,4 +146,6 @@ def test_train_metrics_mean_by_tokens() -> None:
         "grad_norm": 1.0,
         "lr": 2.0,
         "num_tokens": 40.0,
+        "optimizer_steps": 2.0,
     }
+    assert train_metrics([]) == {"optimizer_steps": 0.0}

@@ -1,0 +1,235 @@
+"""The recipes GRPO (with Dr. GRPO and DAPO) and PPO: arguments, data, workers and parts.
+
+Their loop is in ``grpo``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+from helmsman import Job, RolloutController, Scheduler
+from helmsman.agents import AgentGateway
+from helmsman.api.extras import needed_by
+from helmsman.recipes.answers import AgentAnswers, Answers, SingleAnswers, find_agent
+from helmsman.recipes.critic import CriticModel
+from helmsman.recipes.devices import Devices
+from helmsman.recipes.episodes import Episodes
+from helmsman.recipes.grpo import GRPOLoop
+from helmsman.recipes.prompts import Dataset
+from helmsman.recipes.recipe import Recipe
+from helmsman.recipes.reference import Reference
+from helmsman.recipes.rewards import make_caller
+from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
+from helmsman.recipes.run import Run
+from helmsman.recipes.scorer import Scorer
+from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
+from helmsman.recipes.trackers import Trackers
+
+RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, Any] | Reward
+"""Name of a built-in reward, import path, function, or fields of a ``Reward``."""
+
+
+class GRPO(Recipe[GRPOSettings]):
+    """Train a language model by GRPO, Dr. GRPO or DAPO on prompts and rewards.
+
+        GRPO(model="models/qwen", data="train.jsonl", rewards=["math"], steps=200).train()
+
+    Args:
+        model: Local Hugging Face folder of the initial model.
+        data: A file, a dataset folder, a list of them, a table, any iterable of rows, or a mapping
+            with the keys of ``data``.
+        rewards: Functions, names of built-in rewards (``exact``, ``number``, ``format``, ``math``),
+            import paths (``pkg.mod:fn`` or ``path/file.py:fn``), or mappings with the keys of
+            ``rewards[]``.
+        agent: In place of rewards, an agent that uses the model through the API of OpenAI or
+            Anthropic, and returns its reward: a function, its import path, or a mapping with the
+            keys of ``agent``.
+        **settings: The other arguments of Recipe: ``config``, ``resume``, ``overwrite``, and
+            sections and keys of GRPOSettings.
+
+    Raises:
+        ValueError: Settings are invalid or do not fit together.
+        OSError: The configuration cannot be read.
+        BackendNotInstalledError: The configuration needs a package that is missing.
+    """
+
+    kind: ClassVar[type[RunSettings]] = GRPOSettings
+    fixed: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "samples_per_prompt")
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
+        rewards: Sequence[RewardLike] | RewardLike | None = None,
+        *,
+        agent: str | Callable[..., Any] | Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {}
+        """Rewards and agents passed as functions, by ``use``."""
+        if agent is not None:
+            settings["agent"] = self._agent(agent)
+        if rewards is not None:
+            is_one = isinstance(rewards, str | Mapping | Reward) or callable(rewards)
+            each: Any = [rewards] if is_one else rewards
+            settings["rewards"] = [self._entries(reward) for reward in each]
+        super().__init__(model, data, **settings)
+
+    def _agent(self, agent: str | Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
+        if isinstance(agent, Mapping):
+            return {**agent, **(self._agent(agent["use"]) if callable(agent.get("use")) else {})}
+        if isinstance(agent, str):
+            return {"use": agent}
+        return {"use": self._entries(agent)["use"]}
+
+    def _entries(self, reward: RewardLike) -> dict[str, Any]:
+        if isinstance(reward, str):
+            return {"use": reward}
+        if isinstance(reward, Reward):
+            return {name: getattr(reward, name) for name in reward.__struct_fields__}
+        if isinstance(reward, Mapping):
+            entries = dict(reward)
+            if callable(entries.get("use")):
+                return {**entries, **self._entries(entries["use"])}
+            return entries
+        name = getattr(reward, "__name__", type(reward).__name__)
+        use = f"{getattr(reward, '__module__', '')}:{name}"
+        self.functions[use] = reward
+        return {"use": use, "name": name}
+
+    def load_data(self) -> Dataset:
+        """Read tokenizer and prompts, and resolve the rewards.
+
+        Raises:
+            ValueError: The tokenizer, a row or a reward is invalid.
+            OSError: A file cannot be read.
+            BackendNotInstalledError: A package is missing.
+        """
+        dataset = super().load_data()
+        self._callers = [make_caller(reward, self.functions) for reward in self.settings.rewards]
+        agent = self.settings.agent
+        if agent.is_given:
+            with needed_by("the agent's gateway", "aiohttp"):
+                importlib.import_module("aiohttp")
+        if agent.use:
+            find_agent(agent.use, self.functions)
+        return dataset
+
+    def check(self) -> None:
+        """Check that each row has the values that the rewards require."""
+        for row in (*self.dataset.train, *self.dataset.held_out):
+            for caller in self._callers:
+                try:
+                    caller.require_row(row.entry, row.answer)
+                except ValueError as error:
+                    raise ValueError(
+                        f"unusable row ({row.place}): {error}, expected an answer as text by "
+                        f"{self.settings.data.answer_key!r} (data.answer_key). Mend the row, or "
+                        "give the parameter of your own reward a default."
+                    ) from error
+
+    def jobs(self) -> list[Job]:
+        """Return the jobs of trainer, rollout, reference (with a KL term) and critic (PPO)."""
+        return make_jobs(self.settings)
+
+    def start(
+        self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
+    ) -> Callable[[Trackers], None]:
+        """Start rewards, trainer, reference, critic and rollout."""
+        settings = self.settings
+        scorer = None
+        if not settings.agent.is_given:
+            scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
+        ranked = {
+            role: make_trainer(settings, scheduler, job)
+            for role, job in jobs.items()
+            if role != "rollout"
+        }
+        trainer, ranks, values = ranked["train"], ranked.get("reference"), ranked.get("critic")
+        for controller in ranked.values():
+            controller.initialize()
+            if settings.cluster.takes_turns:
+                controller.sleep()  # the next controller needs the devices
+        rollout = make_rollout(settings, scheduler, jobs["rollout"])
+        rollout.initialize()
+        answers: Answers
+        if scorer is None:
+            gateway = held.enter_context(self._gateway(rollout))
+            staleness = settings.rollout.staleness
+            answers = AgentAnswers(gateway, settings.agent, staleness, self.functions)
+        else:
+            answers = SingleAnswers(rollout, self.tokenizer, scorer)
+
+        def train(trackers: Trackers) -> None:
+            rows, num_samples = self.dataset.train, settings.samples_per_prompt
+            run = Run(settings, trainer, rows, trackers, num_samples=num_samples)
+            devices = Devices(settings, trainer, rollout, self.dataset, run.clock)
+            critic = None if values is None else CriticModel(values, settings)
+            episodes = held.enter_context(
+                contextlib.closing(Episodes(settings, run.draws, answers))
+            )
+            run.parts = [episodes, *([] if critic is None else [critic]), devices]
+            run.others = [] if values is None else [values]
+            GRPOLoop(
+                run=run,
+                trainer=trainer,
+                devices=devices,
+                episodes=episodes,
+                answers=answers,
+                reference=None if ranks is None else Reference(ranks, settings),
+                critic=critic,
+                held_out=self.dataset.held_out,
+                tokenizer=self.tokenizer,
+            ).train()
+
+        return train
+
+    def _gateway(self, rollout: RolloutController) -> AgentGateway:
+        settings = self.settings
+        return AgentGateway(
+            rollout,
+            self.tokenizer.tokenizer,
+            sampling=settings.sampling,
+            host=settings.agent.host,
+            port=settings.agent.port,
+            public_url=settings.agent.public_url,
+            max_context=settings.max_model_len,
+            family=settings.agent.family,
+            stop_token_ids=self.tokenizer.stop_ids,
+            journal=Path(settings.out) / "sessions.sqlite",
+        )
+
+
+def PPO(  # noqa: N802 - used like the recipe classes
+    model: str | Path | None = None,
+    data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
+    rewards: Sequence[RewardLike] | RewardLike | None = None,
+    **settings: Any,
+) -> GRPO:
+    """Train a language model by PPO with a critic: the loop of GRPO with the preset ``ppo``.
+
+    Args:
+        model: Local Hugging Face folder of the initial model, also of the critic.
+        data: A file, a dataset folder, a list of them, a table, any iterable of rows, or a mapping
+            with the keys of ``data``.
+        rewards: Functions, names of built-in rewards, import paths, or mappings with the keys of
+            ``rewards[]``.
+        **settings: The other arguments of GRPO; ``critic`` has the settings of the value model.
+
+    Returns:
+        The recipe; ``.train()`` runs it.
+
+    Raises:
+        ValueError: Settings are invalid or do not fit together.
+        OSError: The configuration cannot be read.
+        BackendNotInstalledError: The configuration needs a package that is missing.
+    """
+    algorithm = {**settings.pop("algorithm", {}), "preset": "ppo"}
+    return GRPO(model, data, rewards, algorithm=algorithm, **settings)
+
+
+PPO.kind = GRPOSettings  # type: ignore[attr-defined]  # the command line reads it, as from the classes
