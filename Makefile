@@ -45,7 +45,8 @@ help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 demo: $(STAMP) ## train a small model on an embedded local Ray; results in runs/demo
-	@$(PY) examples/grpo.py --scheduler ray --out runs/demo $(DEMO_ARGS)
+	@$(PY) -m helmsman.recipes.demo runs/demo_inputs
+	@$(PY) -m helmsman grpo --config demo --overwrite $(DEMO_ARGS)
 
 unit: $(STAMP) ## the tests of single parts, which import neither torch nor Ray
 	@$(PYTEST) --quiet tests/unit $(PYTEST_ARGS)

@@ -11,7 +11,7 @@ _PACKAGES = {
     "ray": ("ray", "cryptography"),
     "torch": ("torch", "transformers", "safetensors", "numpy"),
     "tensordict": ("tensordict",),
-    "examples": ("reasoning_gym", "rich", "matplotlib"),
+    "examples": ("rich", "matplotlib"),
     "server": ("aiohttp",),
     "agents": ("jinja2", "mcp"),
     "vllm": ("vllm",),

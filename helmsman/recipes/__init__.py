@@ -4,7 +4,8 @@
 
     GRPO(model="models/qwen", data="train.jsonl", rewards=["math"]).train()
 
-``helmsman grpo`` runs the same from a shell. docs/recipes.md is the guide.
+``helmsman grpo`` runs the same from a shell. ``grpo``, ``sft`` and ``dpo`` have the loops;
+docs/recipes.md is the guide.
 """
 
 from __future__ import annotations

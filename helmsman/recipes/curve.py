@@ -20,9 +20,8 @@ def draw_curve(
     accuracies: Points,
     title: str,
     subtitle: str,
-    sampled_label: str = "reward of sampled answers (training tasks)",
-    supervised_until: int = 0,
-    last_step: int = 1,
+    sampled_label: str,
+    last_step: int,
 ) -> None:
     """Draw a measure of training and the held-out accuracy over the steps, as a PNG file.
 
@@ -33,7 +32,6 @@ def draw_curve(
         title: First line above the plot.
         subtitle: Second line above the plot.
         sampled_label: Name of ``sampled`` in the legend.
-        supervised_until: Last step of a supervised phase; 0 for none.
         last_step: Right end of the axis.
     """
     import matplotlib as mpl
@@ -45,12 +43,11 @@ def draw_curve(
     figure, axes = plt.subplots(figsize=(9.6, 5.4), dpi=150, layout="constrained")
     last = max(1, last_step)
     _draw_sampled(axes, sampled, sampled_label)
-    _draw_accuracies(axes, accuracies, supervised_until)
+    _draw_accuracies(axes, accuracies)
     axes.set_xlim(-0.015 * last, 1.035 * last)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("optimizer step")
     if all(0 <= value <= 1 for _, value in sampled):
-        _draw_phases(axes, supervised_until, last)
         axes.set_ylim(-0.02, 1.12)
         axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -75,8 +72,8 @@ def _draw_sampled(axes: Any, points: Points, label: str) -> None:
         axes.plot(steps, _smooth(values), color=_BLUE, linewidth=1.8, label=label)
 
 
-def _draw_accuracies(axes: Any, points: Points, supervised_until: int) -> None:
-    """Draw the curve; label its first, its last and the last supervised step."""
+def _draw_accuracies(axes: Any, points: Points) -> None:
+    """Draw the curve; label its first and its last step."""
     if not points:
         return
     axes.plot(
@@ -87,18 +84,15 @@ def _draw_accuracies(axes: Any, points: Points, supervised_until: int) -> None:
         marker="o",
         markersize=6,
         markeredgecolor="white",
-        label="accuracy on held-out tasks, greedy",
+        label="accuracy on held-out prompts, greedy",
         zorder=3,
     )
-    accuracies = dict(points)
-    # If two of these steps are equal, the later entry applies.
-    labels = {points[-1][0]: ((0, 11), "center"), points[0][0]: ((6, 10), "left")}
-    if supervised_until in accuracies:
-        labels = {supervised_until: ((-9, 6), "right"), **labels}
-    for step, (offset, alignment) in labels.items():
+    # If both are one step, the later entry applies.
+    labels = {points[-1]: ((0, 11), "center"), points[0]: ((6, 10), "left")}
+    for (step, accuracy), (offset, alignment) in labels.items():
         axes.annotate(
-            f"{accuracies[step]:.1%}",
-            (step, accuracies[step]),
+            f"{accuracy:.1%}",
+            (step, accuracy),
             xytext=offset,
             textcoords="offset points",
             ha=alignment,
@@ -107,19 +101,6 @@ def _draw_accuracies(axes: Any, points: Points, supervised_until: int) -> None:
             color=_GREEN,
             zorder=4,
         )
-
-
-def _draw_phases(axes: Any, supervised_until: int, last: int) -> None:
-    if 0 < supervised_until < last:
-        axes.axvspan(-0.015 * last, supervised_until, color=_GREY, alpha=0.08, linewidth=0)
-        axes.axvline(supervised_until, color=_GREY, linewidth=1, linestyle="--")
-        for begin, end, name in (
-            (0, supervised_until, "supervised"),
-            (supervised_until, last, "rewards alone"),
-        ):
-            axes.text(
-                (begin + end) / 2, 1.075, name, ha="center", va="center", color=_GREY, fontsize=10
-            )
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

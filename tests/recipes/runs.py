@@ -16,7 +16,7 @@ from tests.recipes.processes import run_here
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "helmsman" / "recipes" / "configs" / "cpu_smoke.yaml"
-PROGRAM = [sys.executable, str(ROOT / "examples" / "grpo_hf.py"), "--config", str(SMOKE)]
+PROGRAM = [sys.executable, "-m", "helmsman", "grpo", "--config", str(SMOKE)]
 
 PLAIN = shlex.split("--evaluation.every 0 --train.lr 1e-3")
 ONE_OF_EACH = shlex.split("--cluster.train_workers 1 --cluster.rollout_instances 1")

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from helmsman.recipes.prompts import Draws, load_dataset
 from helmsman.recipes.settings import Data
 from helmsman.recipes.tiny_model import SPECIAL, make_tokenizer
-from helmsman.recipes.tokens import ChatTokenizer
+from helmsman.recipes.tokens import ChatTokenizer, FolderTokenizer
 from tests.unit.recipes.data import SUMS, write_jsonl
 
 
@@ -21,6 +21,15 @@ from tests.unit.recipes.data import SUMS, write_jsonl
 def folder(tmp_path: Path) -> Path:
     make_tokenizer(tmp_path / "model")
     return tmp_path / "model"
+
+
+def test_folder_tokenizer(folder: Path) -> None:
+    tokenizer = FolderTokenizer(str(folder))
+    assert tokenizer.decode(tokenizer.encode_prompt("1+1=")) == "<user>1+1=\n<assistant>"
+    assert tokenizer.encode_answer("2")[-1] == tokenizer.eos_id
+    assert tokenizer.decode(tokenizer.encode_answer("2")) == "2"
+    with pytest.raises(ValueError, match="there is no model folder 'nowhere'"):
+        FolderTokenizer("nowhere")
 
 
 def chat(*messages: tuple[str, str]) -> list[dict[str, str]]:

@@ -79,7 +79,6 @@ HEAVY = {
     "safetensors",
     "matplotlib",
     "rich",
-    "reasoning_gym",
     "aiohttp",
 }
 

@@ -1,1 +1,0 @@
-"""Parts shared by the example scripts, which contain the training loops."""
