@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -56,23 +57,12 @@ def parse(
     )
     configurations = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
     parser.add_argument("--config", help=f"YAML or TOML file, or one of {configurations}")
-    parser.add_argument(
-        "--plan", action="store_true", help="print settings, sizes and placement, and exit"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the last checkpoint in the output folder",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier run in the output folder"
-    )
-    parser.add_argument(
-        "--check-weights", action="store_true", help="the same as --check.weights true"
-    )
-    parser.add_argument(
-        "--keys", action="store_true", help="list all settings with defaults and descriptions"
-    )
+    add_switch = functools.partial(parser.add_argument, action="store_true")
+    add_switch("--plan", help="print settings, sizes and placement, and exit")
+    add_switch("--resume", help="continue from the last checkpoint in the output folder")
+    add_switch("--overwrite", help="replace an earlier run in the output folder")
+    add_switch("--check-weights", help="the same as --check.weights true")
+    add_switch("--keys", help="list all settings with defaults and descriptions")
     flags, rest = parser.parse_known_args(argv)
     given = []
     while rest:

@@ -129,15 +129,11 @@ class GRPOLoop:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Answer the held-out prompts with the current weights, and return the metrics."""
+        settings, version = self.run.settings, self.trainer.get_version()
         self.devices.to_rollout()
         with self.run.clock.phase("evaluate"):
             metrics = evaluate_answers(
-                self.held_out,
-                self.answers,
-                self.run.settings,
-                self.sampling,
-                step=step,
-                version=self.trainer.get_version(),
+                self.held_out, self.answers, settings, self.sampling, step=step, version=version
             )
         self.devices.to_training()
         return metrics

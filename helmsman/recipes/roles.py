@@ -40,23 +40,13 @@ _POLICIES = {
 }
 
 
-_BESIDE_TRAINER = SchedulingStrategy(type="colocation", target="train", fork=True)
-
-
 def make_jobs(settings: GRPOSettings) -> list[Job]:
     """Return the jobs in start order: trainer, rollout, reference (KL term), critic (PPO)."""
     cluster = settings.cluster
     jobs = [train_job(settings)]
     if cluster.placement == "colocated":
-        forked = SchedulingSpec(env_vars=_env_vars(cluster, cluster.rollout_threads), port_count=1)
-        jobs.append(
-            Job(
-                role="rollout",
-                replicas=cluster.rollout_instances,
-                tasks=[forked],
-                scheduling_strategy=_BESIDE_TRAINER,
-            )
-        )
+        instances, threads = cluster.rollout_instances, cluster.rollout_threads
+        jobs.append(_beside_trainer(cluster, "rollout", instances, threads))
     else:
         has_devices = bool(cluster.devices_per_node)
         spec = SchedulingSpec(
@@ -92,13 +82,13 @@ def train_job(settings: RunSettings) -> Job:
 def sibling_job(settings: RunSettings, role: str) -> Job:
     """Return the job of a model beside the trainer: a process next to each rank, on its device."""
     cluster = settings.cluster
-    spec = SchedulingSpec(env_vars=_env_vars(cluster, cluster.train_threads), port_count=1)
-    return Job(
-        role=role,
-        replicas=cluster.train_workers,
-        tasks=[spec],
-        scheduling_strategy=_BESIDE_TRAINER,
-    )
+    return _beside_trainer(cluster, role, cluster.train_workers, cluster.train_threads)
+
+
+def _beside_trainer(cluster: Cluster, role: str, replicas: int, threads: int) -> Job:
+    spec = SchedulingSpec(env_vars=_env_vars(cluster, threads), port_count=1)
+    strategy = SchedulingStrategy(type="colocation", target="train", fork=True)
+    return Job(role=role, replicas=replicas, tasks=[spec], scheduling_strategy=strategy)
 
 
 def _env_vars(cluster: Cluster, threads: int) -> dict[str, str]:
