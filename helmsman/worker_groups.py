@@ -1,12 +1,12 @@
 """Worker groups: the workers of one role, with methods that declare their dispatch."""
 
-from helmsman.api.balancing import balanced_order as balanced_order
 from helmsman.api.dispatch import AxisSharding as AxisSharding
 from helmsman.api.dispatch import Collect as Collect
 from helmsman.api.dispatch import Dispatch as Dispatch
 from helmsman.api.dispatch import Execute as Execute
 from helmsman.api.dispatch import Replicate as Replicate
 from helmsman.api.dispatch import Shard as Shard
+from helmsman.api.parts import balanced_order as balanced_order
 from helmsman.api.register import register as register
 from helmsman.api.topology import RankInfo as RankInfo
 from helmsman.api.worker_group import ClusterConfig as ClusterConfig

@@ -133,12 +133,27 @@ class CustomDispatch(msgspec.Struct, frozen=True):
 
 DispatchMode: TypeAlias = Dispatch | AxisSharding | CustomDispatch
 
+
+class Unregistered(msgspec.Struct, frozen=True):
+    """Dispatch of a call by name: a Shard is split, and every other argument is replicated."""
+
+    ranks: Sequence[int]
+    """Ranks that are called; their results are returned in this order."""
+
+
 CUTS = {
     Dispatch.DP_MP_COMPUTE: AxisSharding(("dp",), take={"pp": -1}),
     Dispatch.DP_MP_DISPATCH_FIRST: AxisSharding(("dp",), (), {"pp": -1}),
     Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL: AxisSharding(("dp",), ()),
 }
 """Axes of the modes that split rows."""
+
+_LISTED = (
+    Dispatch.ONE_TO_ALL,
+    Dispatch.ALL_TO_ALL,
+    Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL,
+)
+"""Modes that return the results of all ranks."""
 
 
 class Shard(Generic[T]):
@@ -170,7 +185,7 @@ class MethodSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the method on the workers."""
     owner: str = ""
     """Name of its class, for messages."""
-    dispatch_mode: DispatchMode
+    dispatch_mode: DispatchMode | Unregistered
     execute_mode: Execute = Execute.ALL
     shard: tuple[str, ...] | None = None
     """Parameters that are split, for modes that split; None: all of them."""
@@ -199,14 +214,12 @@ class MethodSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def collects_all(self) -> bool:
-        """Whether the results of all ranks are returned, in rank order."""
-        return self.dispatch_mode in (
-            Dispatch.ONE_TO_ALL,
-            Dispatch.ALL_TO_ALL,
-            Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL,
+        """Whether the results of all ranks that are called are returned, in a list."""
+        return self.execute_mode is Execute.ALL and (
+            isinstance(self.dispatch_mode, Unregistered) or self.dispatch_mode in _LISTED
         )
 
 
-def mode_name(mode: DispatchMode) -> str:
+def mode_name(mode: DispatchMode | Unregistered) -> str:
     """Return the name of a dispatch mode, for messages."""
     return mode.name if isinstance(mode, Dispatch) else type(mode).__name__

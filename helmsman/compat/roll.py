@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from helmsman.api.batch import Batch
-from helmsman.api.dispatch import CustomDispatch, MethodSpec
+from helmsman.api.dispatch import MethodSpec
 from helmsman.api.platforms import current_platform
 from helmsman.api.worker_group import GroupFuture, GroupMethod
 from helmsman.api.workers import worker_context
@@ -243,8 +243,7 @@ class Cluster:
     def _each_its_own(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> GroupFuture[Any]:
-        mode = CustomDispatch(dispatch_fn=dispatch_all_to_all, collect_fn=collect_all_to_all)
-        spec = MethodSpec(name=method, owner=self.cluster_name, dispatch_mode=mode)
+        spec = MethodSpec(name=method, owner=self.cluster_name, dispatch_mode=Dispatch.ALL_TO_ALL)
         return GroupMethod[..., Any](self.helmsman, spec).submit(*args, **kwargs)
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:

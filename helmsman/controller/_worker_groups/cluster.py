@@ -41,11 +41,13 @@ from helmsman.controller._worker_groups.call_order import (
     PackedArguments,
     compare_coordinates,
 )
-from helmsman.controller._worker_groups.calls_by_name import CallsByName, Method
-from helmsman.controller._worker_groups.cluster_desk import ClusterDesk, address_for_others
-from helmsman.controller._worker_groups.cluster_handle import ClusterHandle
+from helmsman.controller._worker_groups.calls import CallSurface, RankFutures
+from helmsman.controller._worker_groups.cluster_handle import (
+    ClusterDesk,
+    ClusterHandle,
+    address_for_others,
+)
 from helmsman.controller._worker_groups.dispatch import Dispatched
-from helmsman.controller._worker_groups.rank_futures import RankFutures
 from helmsman.controller._worker_groups.resource_manager import (
     Allocation,
     Device,
@@ -68,7 +70,7 @@ _OF_INSTANCES = (
 """Instance attributes of a Cluster; a subclass must not declare methods of these names."""
 
 
-class Cluster(RoleController, CallsByName[W_co]):
+class Cluster(RoleController, CallSurface[W_co]):
     """A named group of workers of one class, on devices of a ResourceManager.
 
     It runs on any scheduler. The constructor starts the workers and builds an instance of the class
@@ -237,23 +239,7 @@ class Cluster(RoleController, CallsByName[W_co]):
     def __repr__(self) -> str:
         return f"<Cluster {self.name!r} of {self.world_size} ranks>"
 
-    def _execute(
-        self,
-        method: Method,
-        ranks: Sequence[int],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        timeout: float | None,
-        collect: Callable[[list[Any]], Any],
-    ) -> GroupFuture[Any]:
-        self._check_started()
-        name = method if isinstance(method, str) else self.method(method).spec.name
-        dispatched = dispatch.dispatch_ad_hoc(
-            self.topology, f"{self.name}.{name}", args, kwargs, ranks
-        )
-        return self._send(name, dispatched, ranks, Options(timeout), collect)
-
-    # --- declared calls ---------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def _begin(
         self, spec: MethodSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options

@@ -24,6 +24,7 @@ from helmsman.api.dispatch import (
     MethodSpec,
     Replicate,
     Shard,
+    Unregistered,
 )
 from helmsman.api.errors import DispatchError, UnevenBatchError
 from helmsman.api.parts import Remainder, part_sizes
@@ -68,13 +69,15 @@ class Dispatched(msgspec.Struct, frozen=True):
 def dispatch(
     topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Dispatched:
-    """Dispatch the arguments of a declared method.
+    """Dispatch the arguments of a method.
 
     Raises:
         TypeError: The arguments do not match the method's signature.
         DispatchError: An argument does not fit the method's dispatch mode.
         UnevenBatchError: The rows do not divide evenly over the parts.
     """
+    if isinstance(spec.dispatch_mode, Unregistered):
+        return _unregistered(topology, spec.full_name, args, kwargs, spec.dispatch_mode.ranks)
     bound = _bind(spec, args, kwargs)
     world = range(topology.world_size)
 
@@ -101,7 +104,7 @@ def dispatch(
                 f"each of {len(world)} ranks; got {found}",
                 step="Give one entry for each rank, or declare another mode",
             )
-        return Argument(value, world)
+        return _by_identity(value)
 
     ranks = [0] if spec.execute_mode is Execute.RANK_ZERO else world
     replicated = _each(unmarked, args, kwargs, ranks)
@@ -114,19 +117,14 @@ def dispatch(
     return replicated
 
 
-def dispatch_ad_hoc(
+def _unregistered(
     topology: Topology,
     method: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     ranks: Sequence[int],
 ) -> Dispatched:
-    """Dispatch arguments marked by Shard(x) or Replicate(x); unmarked ones are replicated.
-
-    Raises:
-        DispatchError: A Shard has no rows, or only one of its parts would be sent.
-        UnevenBatchError: The rows of a Shard do not divide evenly over its parts.
-    """
+    """Dispatch arguments marked by Shard(x) or Replicate(x); unmarked ones are replicated."""
 
     def one(what: str, value: Any) -> Argument:
         if isinstance(value, Shard):

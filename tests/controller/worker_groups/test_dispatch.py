@@ -23,6 +23,7 @@ from helmsman.api.dispatch import (
     MethodSpec,
     Replicate,
     Shard,
+    Unregistered,
 )
 from helmsman.api.errors import DispatchError, UnevenBatchError
 from helmsman.api.register import register
@@ -33,7 +34,6 @@ from helmsman.controller._worker_groups.dispatch import (
     collect,
     collecting_ranks,
     dispatch,
-    dispatch_ad_hoc,
 )
 
 Work = Callable[..., Any]
@@ -49,6 +49,11 @@ def declared(
 
     spec: MethodSpec = register(mode, execute, **options)(function or method).spec
     return spec
+
+
+def unregistered(ranks: Sequence[int]) -> MethodSpec:
+    """Return the specification of a call by name."""
+    return MethodSpec(name="m", dispatch_mode=Unregistered(ranks))
 
 
 def run(
@@ -190,9 +195,8 @@ def test_dispatch_of_a_list_as_long_as_the_world(size: int) -> None:
     assert run(topology, declared(Dispatch.ONE_TO_ALL), first, rows) == [rows] * 4
     assert run(topology, declared(Dispatch.ONE_TO_ALL_ONE), first, rows) == rows
     assert run(topology, declared(Dispatch.DP_MP_COMPUTE, remainder="uneven"), first, rows) == rows
-    sent = dispatch_ad_hoc(
-        topology, "m", [rows, Replicate(rows), Shard(rows, remainder="uneven")], {}, range(4)
-    )
+    args = [rows, Replicate(rows), Shard(rows, remainder="uneven")]
+    sent = dispatch(topology, unregistered(range(4)), args, {})
     assert [sent.args[index].for_rank(3) for index in range(3)] == [
         rows,
         rows,
@@ -467,13 +471,13 @@ def test_collect(collect: Any, expected: Any) -> None:
     assert run(Topology(dp=3, tp=2), spec, work, list(range(7))) == expected
 
 
-def test_ad_hoc_shard_for_one_rank() -> None:
+def test_unregistered_shard_for_one_rank() -> None:
     with pytest.raises(
         DispatchError, match="argument 0 is a Shard, and the call goes to rank 2 alone"
     ):
-        dispatch_ad_hoc(Topology(dp=4), "c.m", [Shard([1, 2, 3, 4])], {}, [2])
+        dispatch(Topology(dp=4), unregistered([2]), [Shard([1, 2, 3, 4])], {})
     for topology in (Topology(), Topology(tp=2)):  # with a single share
-        assert dispatch_ad_hoc(topology, "c.m", [Shard([1, 2])], {}, [0]).args[0].for_rank(0) == [
+        assert dispatch(topology, unregistered([0]), [Shard([1, 2])], {}).args[0].for_rank(0) == [
             1,
             2,
         ]

@@ -1,22 +1,43 @@
-"""Calls of a worker group's methods by name, without a declaration."""
+"""CallSurface: the calls of a worker group, by declaration or by name, on all ranks or on some.
+
+Also the futures of the single ranks of a call.
+"""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Mapping, Sequence
+import concurrent.futures
+import contextlib
+from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from helmsman.api.dispatch import Execute, MethodSpec, Unregistered
+from helmsman.api.fan_out import Fanout
 from helmsman.api.topology import RankInfo
-from helmsman.api.worker_group import GroupFuture, RegisteredMethod, WorkerGroup
+from helmsman.api.worker_group import (
+    GroupFuture,
+    Options,
+    RegisteredMethod,
+    WorkerGroup,
+)
+from helmsman.controller._aio.event_loop import run_on_loop
 from helmsman.controller._validation.argument_types import require_integer
 
 W_co = TypeVar("W_co", covariant=True)
+_Future: TypeAlias = "concurrent.futures.Future[Any]"
 Method: TypeAlias = str | RegisteredMethod[Any, ..., Any, Any]
 """Name of a method, or a method declared with ``register``."""
 
 
-class CallsByName(WorkerGroup[W_co]):
-    """A worker group whose methods can be called by name, on all ranks or on some."""
+class CallSurface(WorkerGroup[W_co]):
+    """The calls of a worker group.
+
+    Each call is a MethodSpec, whether it is declared or made by name, and goes to ``_begin``, which
+    the two transports implement: Cluster sends it to the workers, ClusterHandle to the Cluster in
+    another process.
+    """
+
+    name: str
+    """Role of the workers."""
 
     def get_rank_info(self, rank: int) -> RankInfo:
         """Coordinates of a rank, as computed by the controller.
@@ -68,7 +89,7 @@ class CallsByName(WorkerGroup[W_co]):
                 is sent.
             ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
         """
-        return self._execute(method, [0], args, kwargs, timeout, lambda results: results[0])
+        return self._submit([0], method, args, kwargs, timeout, Execute.RANK_ZERO)
 
     def execute_all_sync(
         self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -117,7 +138,7 @@ class CallsByName(WorkerGroup[W_co]):
             UnevenBatchError: The rows of a Shard do not divide evenly. Nothing is sent.
             ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
         """
-        return self._execute(method, range(self.world_size), args, kwargs, timeout, list)
+        return self._submit(range(self.world_size), method, args, kwargs, timeout)
 
     def execute_on(
         self,
@@ -187,16 +208,81 @@ class CallsByName(WorkerGroup[W_co]):
         ranks = [self.get_rank_info(rank).rank for rank in ranks]
         if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"ranks are {ranks}, expected at least one and no duplicates")
-        return self._execute(method, ranks, args, kwargs, timeout, list)
+        return self._submit(ranks, method, args, kwargs, timeout)
 
-    @abc.abstractmethod
-    def _execute(
+    def _submit(
         self,
-        method: Method,
         ranks: Sequence[int],
+        method: Method,
         args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        kwargs: dict[str, Any],
         timeout: float | None,
-        collect: Callable[[list[Any]], Any],
+        execute_mode: Execute = Execute.ALL,
     ) -> GroupFuture[Any]:
-        """Call a method on these ranks; ``collect`` gets the results in their order."""
+        """Call a method by its name, without the declaration that it may have."""
+        spec = MethodSpec(
+            name=method if isinstance(method, str) else self.method(method).spec.name,
+            owner=self.name,
+            dispatch_mode=Unregistered(ranks),
+            execute_mode=execute_mode,
+        )
+        return self._begin(spec, args, kwargs, Options(timeout))
+
+
+class RankFutures:
+    """Makes the futures of a call's ranks when they are requested; most calls need none.
+
+    Args:
+        worker_ids: Workers whose results the call returns, in their order.
+    """
+
+    def __init__(self, worker_ids: Sequence[str]) -> None:
+        self._futures: dict[str, _Future] = {}
+        """Changed and read on the event loop alone, like the fan-out."""
+        self._worker_ids = worker_ids
+        self._fanout: Fanout | None = None
+
+    def follow(self, fanout: Fanout) -> None:
+        """Take results from a fan-out; runs on the event loop."""
+        self._fanout = fanout
+        fanout.on_end = self._ended
+        for worker_id in (*fanout.results, *fanout.failures):
+            self._ended(worker_id)
+
+    def make(self, call: _Future) -> list[_Future]:
+        """Make the futures, in the order of the workers.
+
+        A rank without an outcome of its own gets that of the call: its result in the list of
+        results, or the call's error or cancellation.
+        """
+        made: dict[str, _Future] = {
+            worker_id: concurrent.futures.Future() for worker_id in self._worker_ids
+        }
+
+        def done(_: _Future) -> None:
+            for index, future in enumerate(made.values()):
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # has an outcome
+                    if call.cancelled():
+                        future.cancel()
+                    elif (error := call.exception()) is not None:
+                        future.set_exception(error)
+                    else:
+                        future.set_result(call.result()[index])
+
+        def attach() -> None:
+            self._futures = made
+            if self._fanout is not None:
+                self.follow(self._fanout)
+            call.add_done_callback(done)
+
+        run_on_loop(attach)
+        return list(made.values())
+
+    def _ended(self, worker_id: str) -> None:
+        if self._fanout is None or (future := self._futures.get(worker_id)) is None:
+            return
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+            if (error := self._fanout.failures.get(worker_id)) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(self._fanout.results[worker_id])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helmsman.api import errors
-from helmsman.controller._worker_groups.cluster_desk import address_for_others
+from helmsman.controller._worker_groups.cluster_handle import address_for_others
 
 
 def test_address_for_others() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.api.balancing import balanced_order
 from helmsman.api.batch import Batch
+from helmsman.api.parts import balanced_order
 
 
 def tokens_of_shares(lengths: list[int], num_parts: int) -> list[int]:
