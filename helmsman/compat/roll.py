@@ -173,6 +173,7 @@ class Cluster:
             )
         self.cluster_name = name
         self.worker_config = worker_config
+        self.vp_size = config.vp_size
         self.initialized = False
         self._rank_infos: list[Any] = []
         self.resource_manager: ResourceManager | None = resource_manager

@@ -37,10 +37,8 @@ def test_cluster_ranks_and_devices(members: Members, resources: ResourceManager)
     assert members.method(Member.rank_at_start)() == list(range(8)), (
         "ranks are set before constructors"
     )
-    assert members.worker_to_rank == {f"members/{rank}": rank for rank in range(8)}
-    assert {rank: worker.id for rank, worker in members.rank_to_worker.items()} == dict(
-        enumerate(members.worker_to_rank)
-    )
+    ids = [f"members/{rank}" for rank in range(8)]
+    assert [worker.id for worker in members.workers] == ids
     assert {
         rank: [device.index for device in devices]
         for rank, devices in members.rank_to_devices.items()
@@ -48,7 +46,7 @@ def test_cluster_ranks_and_devices(members: Members, resources: ResourceManager)
     assert set(members.rank_to_node.values()) == {0}
     assert members.master_address == members.workers[0].ip
     assert members.master_port == int(members.workers[0].engine_ports[0])
-    assert [status.worker_id for status in members.health()] == list(members.worker_to_rank)
+    assert [status.worker_id for status in members.health()] == ids
     assert "members/5" in members.table() and "dp=0/2 tp=1/2 pp=1/2 cp=0/1" in members.table()
     with pytest.raises(IndexError, match="rank is 8; expected 0 to 7"):
         members.get_rank_info(8)

@@ -155,14 +155,11 @@ def _difference(ours: RankInfo, theirs: Any) -> tuple[str, str] | None:
     wrong = [name for name, value in named.items() if getattr(ours, name, None) != value]
     if not wrong:
         return None
-    shown = [
-        ", ".join(f"{name}={value}" for name, value in side)
-        for side in (
-            [(name, getattr(ours, name, "unknown")) for name in wrong],
-            [(name, named[name]) for name in wrong],
-        )
-    ]
-    return shown[0], shown[1]
+
+    def shown(value_of: Callable[[str], Any]) -> str:
+        return ", ".join(f"{name}={value_of(name)}" for name in wrong)
+
+    return shown(lambda name: getattr(ours, name, "unknown")), shown(named.__getitem__)
 
 
 _PUT_FROM_BYTES = 64 * 1024

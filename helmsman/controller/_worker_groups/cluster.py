@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,7 +47,6 @@ from helmsman.controller._worker_groups.cluster_handle import (
     ClusterHandle,
     address_for_others,
 )
-from helmsman.controller._worker_groups.dispatch import Dispatched
 from helmsman.controller._worker_groups.resource_manager import (
     Allocation,
     Device,
@@ -162,21 +161,6 @@ class Cluster(RoleController, CallSurface[W_co]):
     # --- topology and placement -------------------------------------------------------------------
 
     @property
-    def vp_size(self) -> int:
-        """Virtual pipeline stages of each rank, from the configuration."""
-        return self.worker_config.vp_size
-
-    @property
-    def rank_to_worker(self) -> dict[int, Worker]:
-        """Worker of each rank."""
-        return dict(enumerate(self.workers))
-
-    @property
-    def worker_to_rank(self) -> dict[str, int]:
-        """Rank of each worker, by worker id."""
-        return {worker.id: rank for rank, worker in enumerate(self.workers)}
-
-    @property
     def rank_to_devices(self) -> dict[int, tuple[Device, ...]]:
         """Devices of each rank; empty for workers without devices."""
         return {worker.rank: worker.devices for worker in self._allocation.workers}
@@ -244,6 +228,11 @@ class Cluster(RoleController, CallSurface[W_co]):
     def _begin(
         self, spec: MethodSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options
     ) -> GroupFuture[Any]:
+        """Start a call without blocking.
+
+        Arguments are packed here, in the caller's thread. Before a call that splits rows, the
+        workers' coordinates are checked, on Helmsman's event loop.
+        """
         self._check_started()
         if options.keep and (
             isinstance(spec.dispatch_mode, CustomDispatch) or callable(spec.collect)
@@ -255,8 +244,34 @@ class Cluster(RoleController, CallSurface[W_co]):
                 step="Call it without keep, or declare Collect.LIST and call the function on the "
                 "workers",
             )
+        require_seconds(f"{self.name}.{spec.name}", options.timeout)
+        deadline = time.monotonic() + (
+            self.scheduler.timeouts.call_s if options.timeout is None else options.timeout
+        )
         dispatched = dispatch.dispatch(self.topology, spec, args, kwargs)
         answering = dispatch.answering_ranks(self.topology, spec, dispatched.ranks)
+        packed = PackedArguments(self.scheduler, f"{self.name}.{spec.name}", dispatched)
+        ids = {rank: f"{self.name}/{rank}" for rank in dispatched.ranks}
+        answers, rest = {**_EXACTLY, "keep": options.keep}, {**_EXACTLY, "discard": True}
+        wanted = set(answering)
+        calls = {
+            worker_id: packed.call_of(rank, answers if rank in wanted else rest)
+            for rank, worker_id in ids.items()
+        }
+        is_cut = spec.sharding is not None
+        futures = RankFutures([ids[rank] for rank in answering])
+
+        async def run() -> list[Any]:
+            try:
+                limit_s = await self._order.enter(
+                    spec.name, options.timeout, deadline, is_cut=is_cut
+                )
+                async with self._order.slot(limit_s, deadline) as left_s:
+                    found = await self._call_workers(spec.name, calls, left_s, futures.follow)
+                    results = dict(zip(ids, found, strict=True))
+            finally:
+                packed.release()
+            return [results[rank] for rank in answering]
 
         def collect(results: list[Any]) -> Any:
             if not options.keep:
@@ -270,50 +285,6 @@ class Cluster(RoleController, CallSurface[W_co]):
                     if isinstance(handle, ResultHandle):
                         self.scheduler.release(handle)
                 raise
-
-        return self._send(
-            spec.name, dispatched, answering, options, collect, is_cut=spec.sharding is not None
-        )
-
-    def _send(
-        self,
-        method: str,
-        dispatched: Dispatched,
-        answering: Sequence[int],
-        options: Options,
-        collect: Callable[[list[Any]], Any],
-        *,
-        is_cut: bool = False,
-    ) -> GroupFuture[Any]:
-        """Start a call without blocking; ``collect`` gets the results in ``answering`` order.
-
-        Arguments are packed here, in the caller's thread. If ``is_cut``, the workers' coordinates
-        are checked before the call, on Helmsman's event loop.
-        """
-        require_seconds(f"{self.name}.{method}", options.timeout)
-        deadline = time.monotonic() + (
-            self.scheduler.timeouts.call_s if options.timeout is None else options.timeout
-        )
-        packed = PackedArguments(self.scheduler, f"{self.name}.{method}", dispatched)
-        wanted = set(answering)
-        ids = {rank: f"{self.name}/{rank}" for rank in dispatched.ranks}
-        answers, rest = {**_EXACTLY, "keep": options.keep}, {**_EXACTLY, "discard": True}
-        calls = {
-            worker_id: packed.call_of(rank, answers if rank in wanted else rest)
-            for rank, worker_id in ids.items()
-        }
-
-        futures = RankFutures([ids[rank] for rank in answering])
-
-        async def run() -> list[Any]:
-            try:
-                limit_s = await self._order.enter(method, options.timeout, deadline, is_cut=is_cut)
-                async with self._order.slot(limit_s, deadline) as left_s:
-                    found = await self._call_workers(method, calls, left_s, futures.follow)
-                    results = dict(zip(ids, found, strict=True))
-            finally:
-                packed.release()
-            return [results[rank] for rank in answering]
 
         sent = submit(run())
         return GroupFuture(sent, collect, forbid_blocking, lambda: futures.make(sent))
@@ -391,10 +362,6 @@ class Cluster(RoleController, CallSurface[W_co]):
             self.scheduler.restart_worker(self.workers[rank].id)
             self._workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
             run_sync(rebuild(self._workers))
-
-    def shutdown(self) -> None:
-        """Close the cluster; an alias of ``close``."""
-        self.close()
 
     def close(self) -> None:
         """Destroy the instances, end the workers and return their devices. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,6 @@ class WorkerPlacement(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     node_rank: int
     node_id: str
-    node: str
     devices: tuple[Device, ...] = ()
     """In the order of the mapping. The worker's process runs on the node of the first one, and sees
     those of its node; the others are for actors that it starts in their placement groups.
@@ -169,15 +169,11 @@ class ResourceManager(Closing):
                     else ""
                 ),
             )
-        if scheduler.shares_process:  # its devices are logical
-            logical = tuple(str(index) for index in range(num_gpus))
+        if scheduler.shares_process or not num_gpus:  # its devices, if any, are logical
+            logical = tuple(map(str, range(num_gpus)))
             return [
                 Reservation(node_id=node.node_id, node=node.address, devices=logical)
                 for node in fitting[:wanted]
-            ]
-        if not num_gpus:
-            return [
-                Reservation(node_id=node.node_id, node=node.address) for node in fitting[:wanted]
             ]
         spec = SchedulingSpec(
             cpu=num_cpus * num_gpus,
@@ -268,41 +264,24 @@ class ResourceManager(Closing):
         size, rest = divmod(len(mapping), world_size)
         if rest or not size:
             raise refuse(f"a multiple of {world_size} devices, an equal share per worker")
-        workers = []
-        for rank in range(world_size):
-            devices = tuple(
-                self.devices[index] for index in mapping[rank * size : (rank + 1) * size]
-            )
-            first = devices[0]
-            workers.append(
-                WorkerPlacement(
-                    rank=rank,
-                    node_rank=first.node_rank,
-                    node_id=first.node_id,
-                    node=first.node,
-                    devices=devices,
-                )
-            )
-        return workers
+        devices = [self.devices[index] for index in mapping]
+        shares = [tuple(devices[first : first + size]) for first in range(0, len(devices), size)]
+        return [self._placed(rank, each[0].node_rank, each) for rank, each in enumerate(shares)]
 
     def _spread(self, world_size: int, holder: str, num_cpus: float) -> list[WorkerPlacement]:
         node_ids = [held.node_id for held in self.nodes]
         spec = SchedulingSpec(cpu=num_cpus, nodelist=node_ids, node_packing="spread")
         plan = self.scheduler.plan(Job(role=holder, replicas=world_size, tasks=[spec]))
-        turns: list[tuple[int, int]] = []
-        """Turn and node of each worker; consecutive ranks take turns on the nodes."""
-        for worker in plan.roles[0].workers:
-            node_rank = node_ids.index(worker.node_id)
-            turns.append((sum(other == node_rank for _, other in turns), node_rank))
-        return [
-            WorkerPlacement(
-                rank=rank,
-                node_rank=node_rank,
-                node_id=self.nodes[node_rank].node_id,
-                node=self.nodes[node_rank].node,
-            )
-            for rank, (_, node_rank) in enumerate(sorted(turns))
-        ]
+        num_of = Counter(node_ids.index(worker.node_id) for worker in plan.roles[0].workers)
+        # Consecutive ranks take turns on the nodes.
+        turns = sorted((turn, node) for node, num in num_of.items() for turn in range(num))
+        return [self._placed(rank, node) for rank, (_, node) in enumerate(turns)]
+
+    def _placed(
+        self, rank: int, node_rank: int, devices: tuple[Device, ...] = ()
+    ) -> WorkerPlacement:
+        node_id = self.nodes[node_rank].node_id
+        return WorkerPlacement(rank=rank, node_rank=node_rank, node_id=node_id, devices=devices)
 
     def free(self, holder: str) -> None:
         """Remove a holder's allocation, if any; its workers are not affected."""
@@ -343,14 +322,8 @@ class ResourceManager(Closing):
                 f"{each.holder}/{each.rank} since {each.since:%H:%M:%S}"
                 for each in self.holders(device.index)
             )
-            rows.append(
-                (
-                    str(device.index),
-                    f"{device.node_rank} ({device.node})",
-                    device.device_id,
-                    held or "-",
-                )
-            )
+            node = f"{device.node_rank} ({device.node})"
+            rows.append((str(device.index), node, device.device_id, held or "-"))
         return aligned(rows)
 
     # --- teardown ---------------------------------------------------------------------------------
@@ -379,31 +352,21 @@ class ResourceManager(Closing):
 def _table(nodes: Sequence[Node]) -> str:
     rows = [("node", "devices", "free", "CPU", "free")]
     for node in nodes:
-        name = (
-            f"{node.hostname} ({node.address})"
-            if node.hostname and node.hostname != node.address
-            else node.address
-        )
+        named = node.hostname not in ("", node.address)
+        name = f"{node.hostname} ({node.address})" if named else node.address
         devices = f"{node.num_devices} {node.accelerator}".strip()
-        rows.append(
-            (
-                name,
-                devices,
-                str(node.num_free_devices),
-                f"{node.num_cpus:g}",
-                f"{node.num_free_cpus:g}",
-            )
-        )
+        cpus, free_cpus = f"{node.num_cpus:g}", f"{node.num_free_cpus:g}"
+        rows.append((name, devices, str(node.num_free_devices), cpus, free_cpus))
     return aligned(rows)
 
 
 def _step(nodes: Sequence[Node], num_gpus: int, wanted: int) -> str:
-    enough = [size for size in sorted({node.num_devices for node in nodes}, reverse=True) if size]
-    options = []
-    for size in enough:
-        if size < num_gpus and sum(node.num_devices >= size for node in nodes) >= wanted:
-            options.append(f"set num_gpus_per_node to {size}")
-            break
+    smaller = [
+        size
+        for size in {node.num_devices for node in nodes}
+        if 0 < size < num_gpus and sum(node.num_devices >= size for node in nodes) >= wanted
+    ]
+    options = [f"set num_gpus_per_node to {max(smaller)}"] if smaller else []
     if fitting := sum(node.num_devices >= num_gpus for node in nodes):
         options.append(f"set num_nodes to {fitting}")
     text = ", or ".join([*options, "add nodes"])
