@@ -117,8 +117,9 @@ class ClusterHandle(CallSurface[W_co], Closing):
                 channel = await self._opened()
                 answer = _Answer(self.name)
                 channel.post(outgoing, answer)
-            result = decode(await answer.payload)
-            return result if spec.collects_all else [result]
+            result: Any = decode(await answer.payload)
+            results: list[Any] = result if spec.collects_all else [result]
+            return results
 
         mode, ranks = spec.dispatch_mode, range(self.world_size if spec.collects_all else 1)
         called = mode.ranks if isinstance(mode, Unregistered) else ranks
