@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import msgspec
 
@@ -352,14 +352,17 @@ class HangPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """report: write a diagnosis and all stacks to the run's log directory, once, and log it.
     raise: the overdue calls then also fail with CallTimeoutError.
     """
-    notify: str | Callable[[str], None] | None = None
-    """Also receives the text: a URL (a POST of JSON with run_id, text and findings), a program (on
-    its standard input), or a function.
-    """
+    notify: Callable[[str], None] | None = None
+    """Also receives the text, on the watchdog's thread."""
     floor_s: float = 60.0
     """No operation is overdue before this; the first of its kind not before 15 times this."""
     factor: float = 10.0
     """An operation is overdue from this multiple of the median of earlier ones."""
+
+    def __post_init__(self) -> None:
+        given = cast(object, self.notify)  # a URL or a program, in scripts without type checks
+        if given is not None and not callable(given):
+            raise TypeError(f"notify of HangPolicy is {self.notify!r}, expected a function.")
 
     def limit_s(self, median_s: float | None) -> float:
         """Return the age in seconds from which an operation is overdue.

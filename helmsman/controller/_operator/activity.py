@@ -1,6 +1,6 @@
 """Open phases of a run, accounts of its calls, and durations of earlier calls and phases.
 
-Where the script has loaded OpenTelemetry's SDK, calls and phases are spans, too.
+Where the script has loaded OpenTelemetry's SDK, phases are spans, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from helmsman.api.observer import CallObserver, Kind
 from helmsman.api.run_state import PhaseSnapshot
 from helmsman.rpc_server._process.recorder import Recorder
 
-SDK = "opentelemetry.sdk.trace"
+_SDK = "opentelemetry.sdk.trace"
 """Module that is loaded where spans are wanted."""
 _SENT = int(Kind.SENT)
 
@@ -78,10 +78,13 @@ class Activity:
         slot = self.recorder.note(Kind.PHASE, name, key, 0.0, since)
         try:
             with contextlib.ExitStack() as span:  # the parent of spans that the script opens in it
-                if SDK in sys.modules:
+                if _SDK in sys.modules:
+                    trace: Any = sys.modules["opentelemetry.trace"]  # the SDK has imported it
+                    tracer = trace.get_tracer("helmsman")
                     attributes = {"helmsman.detail": detail} if detail else None
-                    text = f"helmsman {kind}"
-                    span.enter_context(_tracer().start_as_current_span(text, attributes=attributes))
+                    span.enter_context(
+                        tracer.start_as_current_span(f"helmsman {kind}", attributes=attributes)
+                    )
                 yield
         finally:
             del self._phases[key]
@@ -97,11 +100,10 @@ class Activity:
 class CallAccount(CallObserver):
     """Durations and recorded events of the calls of one method to one worker."""
 
-    __slots__ = ("_activity", "_durations", "_label", "_method", "_recorder", "_worker_id")
+    __slots__ = ("_activity", "_durations", "_label", "_recorder")
 
     def __init__(self, activity: Activity, role: str, worker_id: str, method: str) -> None:
         self._activity, self._recorder = activity, activity.recorder
-        self._worker_id, self._method = worker_id, method
         self._durations = activity.calls_of(role, method)
         self._label = activity.recorder.name(f"{worker_id} {method}")
 
@@ -118,16 +120,3 @@ class CallAccount(CallObserver):
         now = self._activity.last_at = time.monotonic()
         self._durations.add(now - started)
         self._recorder.finish(slot, now if ok else -now, _SENT, self._label, request_id, started)
-        if SDK in sys.modules:
-            end_ns = time.time_ns()
-            times = {"start_time": end_ns - int((now - started) * 1e9)}
-            attributes = {"helmsman.worker": self._worker_id, "helmsman.ok": ok}
-            span = _tracer().start_span(
-                f"helmsman call {self._method}", attributes=attributes, **times
-            )
-            span.end(end_ns)
-
-
-def _tracer() -> Any:
-    trace: Any = sys.modules["opentelemetry.trace"]  # the SDK has imported it
-    return trace.get_tracer("helmsman")

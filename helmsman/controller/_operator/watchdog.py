@@ -5,18 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import subprocess
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
-
-import msgspec
 
 from helmsman.api.run_state import HangPolicy, RunSnapshot
 from helmsman.controller._aio.event_loop import run_on_loop
-from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
+from helmsman.controller._diagnosis.diagnosis import diagnose_run
 from helmsman.controller._diagnosis.evidence import seconds
 from helmsman.controller._diagnosis.texts import stacks_text, why_text
 from helmsman.controller._operator.activity import Activity
@@ -31,7 +27,6 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _MOST_REPORTS = 20
-_NOTIFY_S = 10.0
 
 
 class _Overdue(NamedTuple):
@@ -123,8 +118,8 @@ class Watchdog:
         log.warning("run %s may hang: %s is overdue. %s See %s", self._run.id, slow[0], cause, path)
         if policy.notify is not None:
             try:
-                _notify(policy.notify, diagnosis, f"{cause}\nSee {path}")
-            # The user's own code and network; SystemExit would end this thread without a message.
+                policy.notify(f"{cause}\nSee {path}")
+            # The user's own code; SystemExit would end this thread without a message.
             except BaseException as error:  # noqa: BLE001
                 reason = f"to {policy.notify!r}: {error!r}"
                 log.warning("run %s: a hang was not reported %s", self._run.id, reason)
@@ -133,17 +128,3 @@ class Watchdog:
             for each in overdue:
                 if each.call is not None:
                     run_on_loop(functools.partial(each.call.give_up, each.age_s, source))
-
-
-def _notify(target: str | Callable[[str], None], diagnosis: Diagnosis, text: str) -> None:
-    """Report a hang to a function, a URL or a program."""
-    if callable(target):
-        target(text)
-    elif target.startswith(("http://", "https://")):
-        body = {"run_id": diagnosis.run_id, "text": text, "findings": diagnosis.findings}
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(target, msgspec.json.encode(body), headers)
-        with urllib.request.urlopen(request, timeout=_NOTIFY_S):
-            pass
-    else:
-        subprocess.run([target], input=text, text=True, timeout=_NOTIFY_S, check=True)

@@ -49,30 +49,23 @@ def test_metrics_of_a_run() -> None:
     assert re.search(r"# TYPE helmsman_generated_tokens_total counter", text)
 
 
-def test_spans_of_phases_and_calls() -> None:
+def test_spans_of_phases() -> None:
     code = """
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from helmsman import InlineScheduler, Job
-
-class Engine:
-    def step(self): return 1
+from helmsman import InlineScheduler
 
 exporter, provider = InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
 trace.set_tracer_provider(provider)
 with InlineScheduler() as scheduler:
-    scheduler.create_workers(Job(role="a"))
-    scheduler.create_engines(["a/0"], Engine)
     with scheduler.reporter.phase("evaluation", "held-out"):
-        scheduler.call_engine("a/0", "step")
+        pass
 for span in exporter.get_finished_spans():
     print(span.name, dict(span.attributes or {}), span.end_time >= span.start_time)
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "helmsman evaluation {'helmsman.detail': 'held-out'} True" in done.stdout
-    called = "helmsman call step {'helmsman.worker': 'a/0', 'helmsman.ok': True} True"
-    assert called in done.stdout
