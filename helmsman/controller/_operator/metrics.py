@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hmac
 import os
-import secrets
-import socket
 import threading
 import time
-import urllib.parse
 from collections.abc import Iterable
 from typing import Any
-from wsgiref import simple_server
 
 from helmsman.api.extras import needed_by
 from helmsman.api.run_state import RunSnapshot
-from helmsman.controller._operator.connections import BoundedThreads
+from helmsman.controller._operator.connections import TokenServer
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run, take_snapshot
 
 TOKEN_VARIABLE = "HELMSMAN_METRICS_TOKEN"
@@ -90,20 +85,6 @@ def samples(run: RunSnapshot) -> dict[tuple[str, tuple[str, ...]], float]:
     return found
 
 
-class _Server(BoundedThreads, simple_server.WSGIServer):
-    """Serves a WSGI application."""
-
-    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        super().__init__(address, handler)
-
-
-class _Handler(simple_server.WSGIRequestHandler):
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
 def serve(run: FoundRun, host: str, port: int) -> None:
     """Serve the metrics of a run at http://HOST:PORT/metrics until it has ended.
 
@@ -117,14 +98,9 @@ def serve(run: FoundRun, host: str, port: int) -> None:
         import prometheus_client
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    def take() -> RunSnapshot | None:
-        with contextlib.suppress(RunNotFoundError):
-            return take_snapshot(find_run(run.run_id, alive=True))
-        return None
-
-    class Run:
+    class Figures:
         def collect(self) -> Iterable[Any]:
-            snapshot, families = take(), dict[str, Any]()
+            snapshot, families = _take(run.run_id), dict[str, Any]()
             found = samples(snapshot) if snapshot is not None else {("helmsman_up", ()): 0.0}
             for (name, labels), value in found.items():
                 text, label_names = METRICS[name]
@@ -134,24 +110,25 @@ def serve(run: FoundRun, host: str, port: int) -> None:
             return families.values()
 
     registry = prometheus_client.CollectorRegistry()
-    registry.register(Run())
-    answer = prometheus_client.make_wsgi_app(registry)
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+    registry.register(Figures())
 
-    def app(environ: Any, respond: Any) -> Any:
-        query = urllib.parse.parse_qs(environ.get("QUERY_STRING", ""))
-        bearer = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
-        given = bearer or query.get("token", [""])[0]
-        if hmac.compare_digest(given.encode(), token.encode()):
-            return answer(environ, respond)
-        respond("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
-        return [b"A scrape needs the token that helmsman metrics printed.\n"]
+    def answer(*_: object) -> tuple[str, bytes]:
+        return "text/plain; version=0.0.4", prometheus_client.generate_latest(registry)
 
-    server = simple_server.make_server(host, port, app, _Server, _Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(f"metrics at http://{host}:{server.server_port}/metrics?token={token}", flush=True)
-    try:
-        while take() is not None:
-            time.sleep(_POLL_S)
-    finally:
-        server.shutdown()
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    with TokenServer(
+        host, port, "/metrics", answer, command="helmsman metrics", token=token
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print(f"metrics at {server.url}", flush=True)
+        try:
+            while _take(run.run_id) is not None:
+                time.sleep(_POLL_S)
+        finally:
+            server.shutdown()
+
+
+def _take(run_id: str) -> RunSnapshot | None:
+    with contextlib.suppress(RunNotFoundError):
+        return take_snapshot(find_run(run_id, alive=True))
+    return None

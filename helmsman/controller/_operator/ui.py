@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import collections
-import hmac
-import http.server
-import secrets
 import time
-import urllib.parse
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from helmsman.api.errors import HelmsmanError
 from helmsman.api.observer import SCRIPT
 from helmsman.api.run_state import RunSnapshot, WorkerSnapshot
 from helmsman.controller._diagnosis.texts import stack_text, state_of
-from helmsman.controller._operator.connections import BoundedThreads
+from helmsman.controller._operator.connections import TokenServer
 from helmsman.controller._operator.logs import find_logs, read_lines, shown
 from helmsman.controller._operator.recordings import Timeline, read_timeline
 from helmsman.controller._operator.runs import (
@@ -35,13 +30,6 @@ _MOST_LINES, _MOST_CHARS = 200, 2000
 _MOST_DETAILS = 200
 _PLACEHOLDER = '<script id="data" type="application/json">null</script>'
 _BAD = (" WARNING ", " ERROR ", " CRITICAL ")
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src "
-    "'unsafe-inline'; img-src data:; connect-src 'self'; frame-ancestors 'none'",
-}
 
 
 def _page() -> str:
@@ -124,62 +112,22 @@ def _detail(run: FoundRun, worker: WorkerSnapshot) -> dict[str, Any]:
     return {"stacks": text, "log": list(collections.deque(lines, _MOST_LINES))}
 
 
-class Server(BoundedThreads, http.server.HTTPServer):
-    """Serves the page of a run on a port of 127.0.0.1, to the holder of a token.
-
-    With port 0, it listens on any free one. Raises OSError if the port is not free.
-    """
+class Server(TokenServer):
+    """Serves the page of a run on a port of 127.0.0.1, to the holder of a token."""
 
     def __init__(self, run_id: str, port: int) -> None:
-        self.run_id, self.token = run_id, secrets.token_urlsafe(24)
-        super().__init__(("127.0.0.1", port), _Handler)
-
-    @property
-    def url(self) -> str:
-        """Address of the page, with the token."""
-        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-    timeout = 30.0  # s without a byte from the peer
-
-    def do_GET(self) -> None:
-        address, _, query = self.path.partition("?")
-        values = urllib.parse.parse_qs(query)
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if address == "/":
-            given = values.get("token", [""])[0]
-        port = self.server.server_port
+        self.run_id = run_id
+        super().__init__("127.0.0.1", port, "/", self._answer, command="helmsman ui")
         # Another site's page may reach this port by a name of its own; its Host header tells.
-        is_here = self.headers.get("Host") in (f"127.0.0.1:{port}", f"localhost:{port}")
-        if not is_here or not hmac.compare_digest(given.encode(), self.server.token.encode()):
-            self._send(403, "text/plain", b"The address needs the token that helmsman ui printed.")
-            return
-        self.server.keep(self.connection)
-        if address == "/":
-            self._send(200, "text/html", _page().encode())
-            return
-        try:
-            run = find_run(self.server.run_id)
-            if address == "/api/state":
-                self._send(200, "application/json", msgspec.json.encode(_state_of(run)))
-            elif address == "/api/worker":
-                detail = _worker_detail(run, values.get("id", [""])[0])
-                self._send(200, "application/json", msgspec.json.encode(detail))
-            else:
-                self._send(404, "text/plain", b"not found")
-        except (HelmsmanError, OSError) as error:
-            self._send(404, "text/plain", str(error).encode())
+        self.hosts = f"127.0.0.1:{self.server_port}", f"localhost:{self.server_port}"
 
-    def _send(self, code: int, kind: str, content: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(content)))
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing: the address has the token."""
+    def _answer(self, path: str, values: dict[str, list[str]]) -> tuple[str, bytes]:
+        if path == "/":
+            return "text/html", _page().encode()
+        run = find_run(self.run_id)
+        if path == "/api/state":
+            return "application/json", msgspec.json.encode(_state_of(run))
+        if path == "/api/worker":
+            detail = _worker_detail(run, values.get("id", [""])[0])
+            return "application/json", msgspec.json.encode(detail)
+        raise FileNotFoundError("not found")
