@@ -25,6 +25,7 @@ from helmsman.controller._node.observation import HEAD_PORTS, Observed, observe,
 from helmsman.controller._node.run_registry import read_runs, refused_places
 from helmsman.controller._operator.cleanup import age, describe, leftovers, remove
 from helmsman.controller._operator.commands import add_commands as add_operator_commands
+from helmsman.controller._operator.commands import as_json
 from helmsman.controller._operator.runs import attach, on_all
 from helmsman.controller._placement.admission import advise
 from helmsman.controller._placement.job_files import load_cluster, load_jobs
@@ -146,7 +147,7 @@ def _doctor(options: argparse.Namespace) -> int:
         seen, skews_s = {"this node": here}, {}
     diagnosis = diagnose(seen, num_devices=options.gpus, skews_s=skews_s)
     if options.json:
-        print(msgspec.json.format(msgspec.json.encode(diagnosis)).decode())
+        print(as_json(diagnosis))
     else:
         print(diagnosis.report(everything=options.all))
     return NO if diagnosis.state == "bad" else OK
@@ -174,21 +175,15 @@ def _plan(options: argparse.Namespace) -> int:
         snapshot, holders = _live(options.address, jobs)
     outcome = plan_jobs(snapshot, jobs)
     if isinstance(outcome, Plan):
-        print(
-            msgspec.json.encode(outcome).decode()
-            if options.json
-            else f"{outcome.table()}\n\n{_summary(outcome, snapshot)}"
-        )
+        table = f"{outcome.table()}\n\n{_summary(outcome, snapshot)}"
+        print(msgspec.json.encode(outcome).decode() if options.json else table)
         return OK
     empty = plan_jobs(snapshot, jobs, of="total")
     ever = isinstance(empty, Plan)
     shortfall = outcome if isinstance(empty, Plan) else advise(empty, snapshot, jobs)
     if options.json:
-        print(
-            msgspec.json.encode(
-                {"fits_when_empty": ever, "shortfall": shortfall, "held_by": holders}
-            ).decode()
-        )
+        found = {"fits_when_empty": ever, "shortfall": shortfall, "held_by": holders}
+        print(msgspec.json.encode(found).decode())
     else:
         print(_refusal(shortfall, ever, holders))
     return NO
@@ -230,18 +225,11 @@ def _live(address: str | None, jobs: Sequence[Job]) -> tuple[ClusterSnapshot, st
 def _env(options: argparse.Namespace) -> int:
     report = forwarding_report(os.environ)
     shown = [each for each in report if options.all or each.reach != "nowhere"]
-    rows = [
-        ("variable", "reaches", "value", "rule"),
-        *((each.name, each.reach, each.value, each.rule) for each in shown),
-    ]
-    print(
-        aligned(
-            [
-                (name, reach, value if len(value) <= 60 else f"{value[:57]}...", rule)
-                for name, reach, value, rule in rows
-            ]
-        )
-    )
+    rows = [("variable", "reaches", "value", "rule")]
+    for each in shown:
+        value = each.value if len(each.value) <= 60 else f"{each.value[:57]}..."
+        rows.append((each.name, each.reach, value, each.rule))
+    print(aligned(rows))
     hidden = len(report) - len(shown)
     if hidden:
         print(
@@ -286,20 +274,15 @@ def _clean_here(
     for left in leftovers(run_ids, logs=logs, alive=alive):
         is_named, lines = left.run_id in run_ids, describe(left)
         if left.state == "alive":
+            reason = f"run {left.run_id} is alive; end its script"
             if is_named:
-                actions.append(
-                    (
-                        "kept, since its controller lives",
-                        lines,
-                        [f"run {left.run_id} is alive; end its script"],
-                    )
-                )
+                actions.append(("kept, since its controller lives", lines, [reason]))
         elif left.state == "unknown" and not is_named and left.run_id not in dead:
             actions.append(("kept, since it has no record here (--run ends it)", lines, []))
+        elif dry_run:
+            actions.append(("would be removed", lines, []))
         else:
-            actions.append(
-                ("would be removed", lines, []) if dry_run else ("removed", lines, remove(left))
-            )
+            actions.append(("removed", lines, remove(left)))
     return actions
 
 

@@ -159,16 +159,11 @@ def up_places(environ: Mapping[str, str]) -> list[Path]:
 
     It uses the first one below which Ray's socket paths are short enough.
     """
-    named = [
-        os.path.abspath(each) for each in (environ.get("RAY_TMPDIR"), tempfile.gettempdir()) if each
-    ]
-    places = [Path(each) for each in (*named, "/tmp")]
+    named = (environ.get("RAY_TMPDIR"), tempfile.gettempdir(), "/tmp")
+    places = [Path(os.path.abspath(each)) for each in named if each]
     # Programs on a run's cluster inherit that run's folder as RAY_TMPDIR.
-    return list(
-        dict.fromkeys(
-            place.parent if _UP_FOLDER.fullmatch(place.name) else place for place in places
-        )
-    )
+    outer = (each.parent if _UP_FOLDER.fullmatch(each.name) else each for each in places)
+    return list(dict.fromkeys(outer))
 
 
 def up_folder(place: Path, run_id: str) -> Path:
@@ -223,18 +218,11 @@ def _marked() -> Iterator[LeftProcess]:
         with contextlib.suppress(OSError):  # the process has exited
             run_id, _, of = _tag_of(row.pid).partition("/")
             if (mark := mark_of(row.pid)) is not None and mark.run_id != run_id:
-                run_id, of = (
-                    mark.run_id,
-                    f"worker {mark.worker_pid}" if mark.worker_pid else "forkserver",
-                )
+                run_id = mark.run_id
+                of = f"worker {mark.worker_pid}" if mark.worker_pid else "forkserver"
             if run_id:
-                arguments = (
-                    Path(f"/proc/{row.pid}/cmdline")
-                    .read_bytes()
-                    .decode(errors="replace")
-                    .split("\0")
-                )
-                command = masked_command(arguments).strip()
+                content = Path(f"/proc/{row.pid}/cmdline").read_bytes()
+                command = masked_command(content.decode(errors="replace").split("\0")).strip()
                 worker_id = "/".join(of.split("/")[:2])  # of 'role/index/token'
                 yield LeftProcess(row.pid, row.started, run_id, worker_id, command[:120])
 
@@ -272,19 +260,13 @@ def age(seconds: float) -> str:
 
 
 def describe(left: Leftover) -> list[str]:
-    record = left.record
-    who = (
-        f", controller {record.pid} on {record.host} ({record.command[:80]}), "
-        f"{age(time.time() - record.since)} ago"
-        if record
-        else ""
-    )
+    record, who = left.record, ""
+    if record is not None:
+        who = f", controller {record.pid} on {record.host} ({record.command[:80]}), "
+        who += f"{age(time.time() - record.since)} ago"
     return [
         f"run {left.run_id}: {left.state}{who}",
-        *(
-            f"  process {process.pid} of {process.of}: {process.command}"
-            for process in left.processes
-        ),
+        *(f"  process {each.pid} of {each.of}: {each.command}" for each in left.processes),
         *(f"  folder {folder}" for folder in left.folders),
         *(f"  logs {path}" for path in left.logs),
     ]

@@ -51,7 +51,7 @@ def _status(options: argparse.Namespace) -> int:
     with _screen(options.watch) as show:
         while True:
             snapshot, diagnosis = _take(options, runs.judge)[0]
-            text = _json(snapshot) if options.json else status_text(snapshot, diagnosis, earlier)
+            text = as_json(snapshot) if options.json else status_text(snapshot, diagnosis, earlier)
             show(text)
             if not options.watch:
                 return OK if diagnosis.is_healthy else NO
@@ -127,7 +127,7 @@ def _stacks(options: argparse.Namespace) -> None:
 def _why(options: argparse.Namespace) -> int:
     """Explain why a run hangs, or what it waits for; exit code 1 for a problem."""
     ((_, diagnosis),) = _take(options, runs.judge, options.role)
-    print(_json(diagnosis) if options.json else why_text(diagnosis))
+    print(as_json(diagnosis) if options.json else why_text(diagnosis))
     return OK if diagnosis.is_healthy else NO
 
 
@@ -255,7 +255,8 @@ def _confirm(options: argparse.Namespace, text: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """Format a value as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(value)).decode()
 
 
@@ -308,9 +309,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, dict
     "ui": (_ui, "RUN? --port", {"port": 0}),
     "report": (_report, "DIR? --out", {"out": "run.html"}),
     "metrics": (_metrics, "RUN? --host --port", {"port": 9464}),
-    "drain": (_act, "WORKER --run --yes --timeout", {}),
-    "resume": (_act, "WORKER --run --yes --timeout", {}),
-    "kill": (_act, "WORKER --run --yes --timeout", {}),
+    **dict.fromkeys(("drain", "resume", "kill"), (_act, "WORKER --run --yes --timeout", {})),
     "scale": (_act, "ROLE N --run --yes --timeout", {}),
     "stop": (_stop, "RUN --yes --timeout", {}),
 }

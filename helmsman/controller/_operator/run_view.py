@@ -107,22 +107,16 @@ class RunView(RunObserver):
             self._pulse.start(describe)
             offer_stacks()
         except (OSError, RuntimeError) as error:
-            log.warning(
-                "run %s: other processes cannot read the script's state or stacks: %s",
-                self._run.id,
-                error,
-            )
+            text = "other processes cannot read the script's state or stacks"
+            log.warning("run %s: %s: %s", self._run.id, text, error)
 
     def _open_socket(self) -> ControlSocket | None:
         """Open the socket by which ``helmsman status`` and ``why`` reach the run."""
         try:
             return ControlSocket(self._run.id, self.answer)
         except OSError as error:
-            log.warning(
-                "run %s has no control socket, so helmsman why cannot ask it: %s",
-                self._run.id,
-                error,
-            )
+            text = "has no control socket, so helmsman why cannot ask it"
+            log.warning("run %s %s: %s", self._run.id, text, error)
             return None
 
     # --- reports ----------------------------------------------------------------------------------
@@ -204,9 +198,8 @@ class RunView(RunObserver):
         there = [each for each in self._chosen(None) if each.node == node and each.is_there]
         for client in sorted(there, key=lambda each: each.worker_id != worker_id)[:2]:
             with contextlib.suppress(errors.CallError):
-                found: dict[str, bytes] = await client.control(
-                    Verb.FILES, worker_id, limit_s=limit_s
-                )
+                asked = client.control(Verb.FILES, worker_id, limit_s=limit_s)
+                found: dict[str, bytes] = await asked
                 return found
         raise errors.HelmsmanError(f"no worker on node {node} answers")
 
@@ -302,14 +295,9 @@ class RunView(RunObserver):
         calls = []
         for call in sorted(client.in_flight.copy().values(), key=lambda each: each.started):
             median_s = self._activity.calls_of(role.name, call.method).median_s
-            calls.append(
-                OpenCall(
-                    name=call.name,
-                    age_s=now - call.started,
-                    median_s=median_s,
-                    limit_s=self.hang_policy.limit_s(median_s),
-                )
-            )
+            limit_s = self.hang_policy.limit_s(median_s)
+            age_s = now - call.started
+            calls.append(OpenCall(name=call.name, age_s=age_s, median_s=median_s, limit_s=limit_s))
         is_restarting = client.worker_id in role.restarts
         return WorkerSnapshot(
             worker_id=client.worker_id,
