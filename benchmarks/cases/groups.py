@@ -130,10 +130,8 @@ def _declare(backend: str) -> None:
 
     @case(f"fanout.{backend}.packed", unit="times", goal="<= 1", floor="once")
     def packed(world: World) -> Pair:
-        many, value = (
-            _cluster(world, backend, "many", FAN_OUT),
-            Counted(value_of("numpy", NUM_BYTES)),
-        )
+        many = _cluster(world, backend, "many", FAN_OUT)
+        value = Counted(value_of("numpy", NUM_BYTES))
 
         def counted() -> int:
             before = Counted.num_packed

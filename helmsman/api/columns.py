@@ -315,11 +315,9 @@ def take(column: Column, rows: Sequence[int]) -> Any:
         return [column[row] for row in rows]
     if not isinstance(column, Ragged):
         return column[vector(column, list(rows), "int64")]
-    values, offsets, index = (
-        column.values,
-        column.offsets,
-        vector(column.values, list(rows), "int64"),
-    )
+    values = column.values
+    offsets = column.offsets
+    index = vector(column.values, list(rows), "int64")
     is_tensor = kind_of(values) == "tensor"
     module = sys.modules["torch" if is_tensor else "numpy"]
     starts: Any = offsets[index]

@@ -181,11 +181,9 @@ class _DiskSink(Sink[WeightsOnDisk]):
     """Writes files into a folder that is renamed to its final name when complete."""
 
     def __init__(self, target: DiskTarget, until_the_end: contextlib.ExitStack) -> None:
-        self._folder, self._version, self._num_kept = (
-            os.path.abspath(target.folder),
-            target.version,
-            target.num_kept,
-        )
+        self._folder = os.path.abspath(target.folder)
+        self._version = target.version
+        self._num_kept = target.num_kept
         os.makedirs(self._folder, exist_ok=True)
         self._unfinished = tempfile.mkdtemp(
             prefix=f".{_VERSION_FOLDER}{target.version}.", dir=self._folder

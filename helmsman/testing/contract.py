@@ -256,10 +256,8 @@ class TestSchedulerContract:
     def test_infeasible_job_starts_nothing(self, scheduler: Scheduler, role: str) -> None:
         """One job that does not fit prevents every job of the start."""
         before = {status.worker_id for status in scheduler.status()}
-        small, large = (
-            Job(role=role, replicas=2),
-            Job(role=f"{role}-large", tasks=[SchedulingSpec(gpu=100_000)]),
-        )
+        small = Job(role=role, replicas=2)
+        large = Job(role=f"{role}-large", tasks=[SchedulingSpec(gpu=100_000)])
         for attempt in (scheduler.plan, scheduler.create_workers):
             with pytest.raises(errors.PlacementInfeasibleError, match=r"100000 GPU"):
                 attempt([small, large])

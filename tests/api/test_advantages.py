@@ -92,11 +92,9 @@ def test_gae_truncated_episode() -> None:
 
 def test_gae_outside_mask() -> None:
     # Of two turns: tokens 1 and 4. Before token 4 the value is 6, which is what token 1 leads to.
-    rewards, values, masks = (
-        [[0, 1, 0, 0, 2]],
-        [[3, 0, 0, 6, 0]],
-        [[False, True, False, False, True]],
-    )
+    rewards = [[0, 1, 0, 0, 2]]
+    values = [[3, 0, 0, 6, 0]]
+    masks = [[False, True, False, False, True]]
     advantages, returns = gae(rewards, values, masks, lam=0.5)
     assert advantages == [[0, 1 + 6 - 3 + 0.5 * (2 - 6), 0, 0, 2 - 6]]
     assert returns == [[0, 5, 0, 0, 2]]

@@ -39,11 +39,9 @@ class FakeRuntime:
         self.synchronize = lambda: self.calls.append("synchronize")
         self.empty_cache = lambda: self.calls.append("empty_cache")
         self.mem_get_info = lambda: (60, 80)
-        self.memory_allocated, self.memory_reserved, self.max_memory_allocated = (
-            lambda: 10,
-            lambda: 20,
-            lambda: 15,
-        )
+        self.memory_allocated = lambda: 10
+        self.memory_reserved = lambda: 20
+        self.max_memory_allocated = lambda: 15
 
 
 class FakeTorch(ModuleType):

@@ -125,12 +125,10 @@ class World:
         before: dict[str, str] | None = None,
         is_notebook: bool = False,
     ) -> None:
-        self._setup, self._sizes, self._before, self.is_notebook = (
-            setup,
-            sizes,
-            before or {},
-            is_notebook,
-        )
+        self._setup = setup
+        self._sizes = sizes
+        self._before = before or {}
+        self.is_notebook = is_notebook
         self._stack = contextlib.ExitStack()
         self.names: dict[str, Any] = {}
 

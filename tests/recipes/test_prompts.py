@@ -107,10 +107,8 @@ def test_load_dataset_held_out_by_seed(folder: Path, tmp_path: Path) -> None:
 
 
 def test_load_dataset_num_in_both(folder: Path, tmp_path: Path) -> None:
-    train, held_out = (
-        write_jsonl(tmp_path / "train.jsonl", SUMS[:7]),
-        write_jsonl(tmp_path / "test.jsonl", SUMS[5:10]),
-    )
+    train = write_jsonl(tmp_path / "train.jsonl", SUMS[:7])
+    held_out = write_jsonl(tmp_path / "test.jsonl", SUMS[5:10])
     data = Data(train=str(train), held_out=str(held_out))
     found = load_dataset(data, ChatTokenizer(str(folder), data), seed=0)
     assert (len(found.train), len(found.held_out), found.num_in_both) == (7, 5, 2)

@@ -76,12 +76,10 @@ class Supervisor:
         rebuild: Callable[[str], Awaitable[bool]],
         engine_name: str | None = None,
     ) -> None:
-        self._requests, self._policy, self._monitor, self._rebuild = (
-            requests,
-            policy,
-            monitor,
-            rebuild,
-        )
+        self._requests = requests
+        self._policy = policy
+        self._monitor = monitor
+        self._rebuild = rebuild
         self._engine_name = engine_name
         self._supervised: dict[str, _Supervised] = {}
         self._watch: Watch | None = None

@@ -244,10 +244,8 @@ def _together(
     )
     pieces, short = "too fragmented for these bundles", "room in one piece"
     if room < len(demand.replicas):
-        pieces, short = (
-            f"which hold {room} of {show(dict(demand.bundle))}",
-            f"room for {len(demand.replicas) - room} more",
-        )
+        pieces = f"which hold {room} of {show(dict(demand.bundle))}"
+        short = f"room for {len(demand.replicas) - room} more"
     return Shortfall(
         role=role,
         kind="pieces",

@@ -97,12 +97,10 @@ class Instances(RoleController):
         super().__init__(scheduler, engine, own, engine_args, engine_kwargs, engine_name)
         if capacity < 1:
             raise ValueError(f"max_in_flight_per_worker is {capacity}; expected 1 or more")
-        self.capacity, self.device_owner, self._on_closed, self._request_timeout = (
-            capacity,
-            device_owner,
-            on_closed,
-            request_timeout,
-        )
+        self.capacity = capacity
+        self.device_owner = device_owner
+        self._on_closed = on_closed
+        self._request_timeout = request_timeout
         self.is_supervised = supervision is not None
         supervision = supervision or SupervisionPolicy()
         self._goes_on_elsewhere = retries is not None and not isinstance(retries, RetryUnbegun)

@@ -154,11 +154,9 @@ def require_resumable(request: GenerationRequest, partial: GenerationResult) -> 
     Raises:
         ValueError: It cannot, or the result is complete.
     """
-    name, num_tokens, sampling = (
-        f"resume_from, the result of {partial.request_id!r},",
-        len(partial.token_ids),
-        request.sampling,
-    )
+    name = f"resume_from, the result of {partial.request_id!r},"
+    num_tokens = len(partial.token_ids)
+    sampling = request.sampling
     if partial.stop_reason != "abort":
         raise ValueError(
             f"{name} has stop_reason {partial.stop_reason!r}, expected 'abort'; only an aborted "
@@ -332,10 +330,8 @@ class RolloutRequests:
         resume_from: GenerationResult | None,
     ) -> GenerationResult:
         request = self.maker.make(prompt, sampling, resume_from)
-        waiting, tickets = (
-            self._instances.requests,
-            self._put([request], options, resume_from=resume_from),
-        )
+        waiting = self._instances.requests
+        tickets = self._put([request], options, resume_from=resume_from)
         try:
             return await asyncio.wrap_future(tickets[0].future)
         except asyncio.CancelledError:

@@ -222,9 +222,9 @@ class RolloutWeights:
         old = self._served
         # Set before the first call: a worker that is being rebuilt must not start to serve with the
         # previous weights.
-        self.version, self._served = (
-            version,
-            (kept, version) if self._instances.is_supervised and kept is not None else None,
+        self.version = version
+        self._served = (
+            (kept, version) if self._instances.is_supervised and kept is not None else None
         )
         requests, note = self._instances.requests, self._instances.supervisor.note
         requests.expect_weights(version)

@@ -90,10 +90,8 @@ def start_error(
 
     It includes the tail of the worker's log, which begins at byte ``log_start`` of the file.
     """
-    role, tail = (
-        worker_id.rpartition("/")[0],
-        tail_of(log_path, start=log_start) if log_path else "",
-    )
+    role = worker_id.rpartition("/")[0]
+    tail = tail_of(log_path, start=log_start) if log_path else ""
     return WorkerStartError(
         role=role, worker_id=worker_id, node=node, reason=reason, log_path=log_path, log_tail=tail
     )

@@ -117,10 +117,8 @@ def _doubt(client: WorkerClient) -> None:
 def as_health(seen: Seen) -> WorkerHealth:
     """The worker's last description of itself, updated from an observation."""
     last = _decode_health(seen.description)
-    running, running_s = (
-        last.running,
-        None if last.running_s is None else last.running_s + seen.stuck_s,
-    )
+    running = last.running
+    running_s = None if last.running_s is None else last.running_s + seen.stuck_s
     if seen.thread_call is not None:
         running, running_s = seen.thread_call if seen.thread_call.name else (None, None)
     async_running = dict(last.async_running)

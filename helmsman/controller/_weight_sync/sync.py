@@ -70,11 +70,9 @@ class WeightSync:
                 f"role {source.role!r} and role {sink.role!r} run on two schedulers; expected "
                 "one, since weights are sent between its workers"
             )
-        self._transport, self._form, self._in_flight = (
-            way or ByPlacement(),
-            form or WeightFormat(),
-            in_flight,
-        )
+        self._transport = way or ByPlacement()
+        self._form = form or WeightFormat()
+        self._in_flight = in_flight
         self._transport.check(source, sink)
 
     async def async_push(self, timeout: float | None = None) -> SyncReport:

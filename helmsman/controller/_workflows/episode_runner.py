@@ -96,11 +96,9 @@ class EpisodeRunner:
             )
         _require_async(workflow)
         self._workflow, self._batch_policy = workflow, batch_policy or BoundedStaleness()
-        self._max_in_flight, self._max_failures, self._failure_window = (
-            max_in_flight,
-            max_failures,
-            failure_window,
-        )
+        self._max_in_flight = max_in_flight
+        self._max_failures = max_failures
+        self._failure_window = failure_window
         self._timeout_s = episode_timeout
         self._version = 0
         self._feeding: tuple[Iterator[Any], int] | None = None

@@ -269,11 +269,9 @@ class RewardPool(RoleController):
     async def _sent(self, process: Process, call: _Call) -> Any:
         method, limit_s, arguments = "score", self.timeout, tuple[Any, ...]((call.packed,))
         if self._is_async:
-            method, limit_s, arguments = (
-                "async_score",
-                self.timeout + _GRACE_S,
-                (call.packed, self.timeout),
-            )
+            method = "async_score"
+            limit_s = self.timeout + _GRACE_S
+            arguments = (call.packed, self.timeout)
         process.num_sent += 1
         try:
             sent = self.scheduler.async_call_engine(

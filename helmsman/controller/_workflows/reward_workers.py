@@ -55,12 +55,10 @@ class RewardWorkers:
         max_restarts: int,
         rebuild: Callable[[str], Awaitable[None]],
     ) -> None:
-        self._role, self._capacity, self._max_restarts, self._rebuild = (
-            role,
-            capacity,
-            max_restarts,
-            rebuild,
-        )
+        self._role = role
+        self._capacity = capacity
+        self._max_restarts = max_restarts
+        self._rebuild = rebuild
         self._processes: dict[str, Process | None] = {
             worker_id: Process(worker_id) for worker_id in worker_ids
         }

@@ -82,11 +82,9 @@ class DecodeBatch:
             for row, prefix in enumerate(unique):
                 padded[row, : len(prefix)] = torch.tensor(prefix, dtype=torch.int64)
             cursor = self.cache.cursor
-            cursor.prefill, cursor.start, cursor.rows = (
-                True,
-                start,
-                torch.tensor(which, device=self._device),
-            )
+            cursor.prefill = True
+            cursor.start = start
+            cursor.rows = torch.tensor(which, device=self._device)
             # Padding on the right needs no mask: attention is causal.
             self._model.base_model(  # type: ignore[operator]
                 input_ids=padded.to(self._device), past_key_values=self.cache, use_cache=True
@@ -107,12 +105,10 @@ class DecodeBatch:
         """Sample the next token of every row; return tokens and their log-probabilities, by row."""
         num_rows, cursor = self.num_rows, self.cache.cursor
         slots, positions = self._slots[:num_rows], self._input_positions[:num_rows]
-        cursor.prefill, cursor.rows, cursor.columns, cursor.width = (
-            False,
-            slots,
-            positions,
-            max(self._positions) + 1,
-        )
+        cursor.prefill = False
+        cursor.rows = slots
+        cursor.columns = positions
+        cursor.width = max(self._positions) + 1
         logits = self._model(
             input_ids=self._inputs[:num_rows, None],
             position_ids=positions[:, None],
@@ -241,10 +237,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             self.lazy_initialization(key_states, value_states)
         cursor, keys, values = self._cursor, self.keys, self.values
         if cursor.prefill:
-            slots, length = (
-                slice(cursor.start, cursor.start + len(cursor.rows)),
-                key_states.shape[2],
-            )
+            slots = slice(cursor.start, cursor.start + len(cursor.rows))
+            length = key_states.shape[2]
             keys[slots, :, :length] = key_states[cursor.rows]
             values[slots, :, :length] = value_states[cursor.rows]
             return key_states, value_states

@@ -20,11 +20,9 @@ def check_request(
 
     ``limit`` names the setting that ``max_model_len`` comes from.
     """
-    prompt, name, seed = (
-        request.prompt_ids,
-        f"request {request.request_id!r}",
-        request.sampling.seed,
-    )
+    prompt = request.prompt_ids
+    name = f"request {request.request_id!r}"
+    seed = request.sampling.seed
     if not prompt:
         raise ValueError(f"{name} has an empty prompt; expected at least one token")
     if max_model_len is not None and len(prompt) >= max_model_len:

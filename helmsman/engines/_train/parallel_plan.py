@@ -120,10 +120,8 @@ class TensorPlan:
         A subclass of nn.Embedding may do more than a look-up.
         """
         embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-        self._embedding_name, self._output_name = (
-            _name_of(model, embeddings),
-            _name_of(model, output),
-        )
+        self._embedding_name = _name_of(model, embeddings)
+        self._output_name = _name_of(model, output)
         self._is_tied = output is not None and output.weight is embeddings.weight
         if (
             type(embeddings) is nn.Embedding

@@ -183,11 +183,9 @@ class VLLMInstance:
         from vllm.sampling_params import RequestOutputKind
 
         (generation,) = attempt.generations
-        prompt, sampling, adapter = (
-            generation.token_ids,
-            generation.request.sampling,
-            generation.adapter,
-        )
+        prompt = generation.token_ids
+        sampling = generation.request.sampling
+        adapter = generation.adapter
         params = SamplingParams(
             n=1,
             max_tokens=generation.num_left,

@@ -143,10 +143,8 @@ async def test_ray_process_start_detects_a_dead_process(
 
 
 def test_ray_start_waits_for_a_raylet_that_registers_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    services, scripts = (
-        pytest.importorskip("ray._private.services"),
-        pytest.importorskip("ray.scripts.scripts"),
-    )
+    services = pytest.importorskip("ray._private.services")
+    scripts = pytest.importorskip("ray.scripts.scripts")
     asked: list[str] = []
 
     def get_node(gcs_address: str, node_id: str) -> str:

@@ -90,10 +90,8 @@ def test_engine_child_death_is_the_death_of_the_instance(scheduler: Scheduler) -
         rollout.update_weights({"weight": [1.0]}, 3)
         futures = [rollout.submit([i + 1]) for i in range(4)]
         wait_until(lambda: _num_served(scheduler) == 4, "the requests are in flight")
-        worker, child = (
-            pid_of(scheduler, "rollout/0"),
-            scheduler.call_engine("rollout/0", "child_pid"),
-        )
+        worker = pid_of(scheduler, "rollout/0")
+        child = scheduler.call_engine("rollout/0", "child_pid")
         os.kill(child, signal.SIGKILL)
         wait_until(
             lambda: state_of(rollout, "rollout/0") is not Health.HEALTHY,
@@ -114,10 +112,8 @@ def test_engine_child_death_is_the_death_of_the_instance(scheduler: Scheduler) -
 def test_probe_detects_death_of_an_idle_engines_child(scheduler: Scheduler) -> None:
     with _rollout(scheduler, engine=CHILD) as rollout:
         rollout.update_weights({"weight": [1.0]}, 3)
-        worker, child = (
-            pid_of(scheduler, "rollout/0"),
-            scheduler.call_engine("rollout/0", "child_pid"),
-        )
+        worker = pid_of(scheduler, "rollout/0")
+        child = scheduler.call_engine("rollout/0", "child_pid")
         os.kill(child, signal.SIGKILL)
         _wait_replaced(rollout, scheduler, {worker})
         assert {

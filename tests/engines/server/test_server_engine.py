@@ -151,10 +151,8 @@ def require(result: GenerationResult, prompt: list[int], weight: float = 0.0) ->
 
 
 async def test_agenerate_many_requests_few_connections(engine: ServerEngine) -> None:
-    prompts, before = (
-        {f"r{i}": [i, i + 1] for i in range(12)},
-        (await engine.stats())["num_generated_tokens"],
-    )
+    prompts = {f"r{i}": [i, i + 1] for i in range(12)}
+    before = (await engine.stats())["num_generated_tokens"]
     for _ in range(3):
         results = await asyncio.gather(
             *(engine.agenerate(asked(name, prompt, 10)) for name, prompt in prompts.items())

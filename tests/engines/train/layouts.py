@@ -31,11 +31,9 @@ SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9
 NUM_STEPS = {"llama": 3}
 """Steps of a model, by default 2."""
 LIMIT_S = 250.0
-TENSOR, CONTEXT, BOTH = (
-    {"tensor_parallel_size": 2},
-    {"context_parallel_size": 2},
-    {"tensor_parallel_size": 2, "context_parallel_size": 2},
-)
+TENSOR = {"tensor_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+BOTH = {"tensor_parallel_size": 2, "context_parallel_size": 2}
 
 
 def share(step: int, rank: int, num_ranks: int) -> list[dict[str, Any]]:

@@ -115,10 +115,8 @@ def test_check_samples_malformed(sample: Any, message: str) -> None:
 
 
 def test_check_samples_of_a_share() -> None:
-    good, scalar = (
-        {"input_ids": [1, 2], "advantages": [0.0, 1.0]},
-        {"input_ids": [1, 2], "advantages": 1.0},
-    )
+    good = {"input_ids": [1, 2], "advantages": [0.0, 1.0]}
+    scalar = {"input_ids": [1, 2], "advantages": 1.0}
     for bad, message in (
         ({"input_ids": [1, 50]}, "sample 7: 'input_ids' has ids outside"),
         ({"input_ids": [1]}, "sample 7 has the entries .*, but sample 3 has"),

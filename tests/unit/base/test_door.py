@@ -13,10 +13,8 @@ from helmsman._base.stream import Stream
 from helmsman.api.errors import ProtocolError
 from helmsman.api.refusals import RefusalLog
 
-TOKEN, PROOF = (
-    "was refused: it has another token",
-    "was refused: it did not prove that it belongs to this run",
-)
+TOKEN = "was refused: it has another token"
+PROOF = "was refused: it did not prove that it belongs to this run"
 
 
 async def test_refusal_log_counts_after_first() -> None:

@@ -27,10 +27,8 @@ def test_up_nodes_return_and_leave(make_hosts: MakeHosts) -> None:
     that node.
     """
     hosts = make_hosts(3)
-    head, first = (
-        start_up(hosts, 0, "busy", "--env=RAY_health_check_period_ms=1000"),
-        start_up(hosts, 1, "busy"),
-    )
+    head = start_up(hosts, 0, "busy", "--env=RAY_health_check_period_ms=1000")
+    first = start_up(hosts, 1, "busy")
     first.said("joined the cluster")
     first.signal(signal.SIGSTOP)  # does not report the end of its raylet
     # A raylet that ends in order would leave Ray's head.

@@ -43,10 +43,8 @@ TABLE = (Setting("A", "1", "of A"), Setting("B", "2", "of B"), Setting("C", "3",
 
 @pytest.mark.parametrize("num_nodes", [1, MANY_NODES])
 def test_cluster_defaults_are_unique_with_reasons(num_nodes: int) -> None:
-    same_on_all, own = (
-        cluster_defaults(num_nodes),
-        [*NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)],
-    )
+    same_on_all = cluster_defaults(num_nodes)
+    own = [*NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
     names = [default.name for default in (*same_on_all, *own)]
     assert len(set(names)) == len(names)
     assert all(default.value and default.reason for default in (*same_on_all, *own))

@@ -67,12 +67,10 @@ def test_ticket_transition(before: RequestState, after: RequestState) -> None:
 
 
 def test_ticket_order() -> None:
-    first, urgent, second, later = (
-        make_ticket(),
-        make_ticket(priority=5),
-        make_ticket(),
-        make_ticket(priority=-1),
-    )
+    first = make_ticket()
+    urgent = make_ticket(priority=5)
+    second = make_ticket()
+    later = make_ticket(priority=-1)
     assert sorted([later, second, urgent, first], key=lambda ticket: ticket.order) == [
         urgent,
         first,

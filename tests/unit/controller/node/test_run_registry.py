@@ -170,11 +170,9 @@ def test_old_logs_leave_other_files(tmp_path: Path) -> None:
 
 
 def test_clean_reports_and_removes_logs(capsys: pytest.CaptureFixture[str]) -> None:
-    old, new, other = (
-        make_logs("0000000001", KEPT_S + 3600.0),
-        make_logs("0000000002"),
-        make_logs("0000000003"),
-    )
+    old = make_logs("0000000001", KEPT_S + 3600.0)
+    new = make_logs("0000000002")
+    other = make_logs("0000000003")
     assert main(["clean", "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert f"run 0000000001: ended: would be removed\n  logs {old}\n" in output

@@ -229,10 +229,8 @@ async def test_max_staleness_early_starts(staleness: float, version: int, num_st
 
 @virtually
 async def test_max_staleness_slow_episode() -> None:
-    runner, source = (
-        EpisodeRunner(lasting(100.0), batch_policy=BoundedStaleness(1)),
-        itertools.count(),
-    )
+    runner = EpisodeRunner(lasting(100.0), batch_policy=BoundedStaleness(1))
+    source = itertools.count()
     assert numbers(await runner.prepare_batch(source, 2)) == [1, 2], (
         "item 0 may be in the next batch"
     )

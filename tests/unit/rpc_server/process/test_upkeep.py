@@ -124,10 +124,8 @@ def test_upkeep_reports_a_failure_once() -> None:
     while outcomes:
         upkeep.add("its log /logs/a", renew)
     full, removed, broken = texts
-    begin, end = (
-        "its log /logs/a cannot be written: ",
-        ". The run goes on without it and tries again",
-    )
+    begin = "its log /logs/a cannot be written: "
+    end = ". The run goes on without it and tries again"
     assert full == f"{begin}[Errno 28] No space left on device: '/logs/a'{end}"
     assert removed.startswith("its log /logs/a was removed and begins again. Cleaners of temporary")
     assert broken == f"{begin}[Errno 5] Input/output error{end}"
