@@ -70,7 +70,7 @@ nightly-uvloop: $(STAMP)
 	@HELMSMAN_TEST_UVLOOP=1 $(PYTEST) tests/contract --backends inline,local $(PYTEST_ARGS)
 
 nightly-oldest-ray:
-	@$(MAKE) --no-print-directory contract RAY='$(OLDEST_RAY)' BACKENDS=ray COVERAGE= PYTEST_ARGS='tests/controller/transport/test_far_workers.py $(PYTEST_ARGS)'
+	@$(MAKE) --no-print-directory contract RAY='$(OLDEST_RAY)' BACKENDS=ray COVERAGE= PYTEST_ARGS='tests/controller/scheduler/transport/test_far_workers.py $(PYTEST_ARGS)'
 
 test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
 	@$(PY_VLLM) $(MEASURED) -m pytest -n $(VLLM_PROCESSES) $(BY_FILE) tests/vllm $(PYTEST_ARGS)

@@ -22,12 +22,11 @@ from typing import Any, Self
 
 import msgspec
 
-from helmsman._base.auth import authenticate_connector, connect
-from helmsman._base.stream import Stream
-from helmsman.api.scheduler import WorkerHealth
-from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.wire import (
+from helmsman._wire.auth import authenticate_connector, connect
+from helmsman._wire.codec import encode
+from helmsman._wire.messages import Reply, Request, Verb
+from helmsman._wire.stream import Stream
+from helmsman._wire.wire import (
     HELLO,
     WELCOME,
     FrameReader,
@@ -41,6 +40,7 @@ from helmsman.rpc_server._wire.wire import (
     pack_length,
     to_wire,
 )
+from helmsman.api.scheduler import WorkerHealth
 
 _HEALTH = WorkerHealth(
     worker_id="simulated/0",

@@ -10,14 +10,14 @@ import functools
 import os
 
 from benchmarks.echo import EchoProcess
-from helmsman._base import auth
-from helmsman.controller._aio.event_loop import await_all
+from helmsman._base.event_loop import await_all
+from helmsman._wire import auth
 from helmsman.controller._placement.allocator import OneMachine
 from helmsman.controller._placement.placement import Placement
-from helmsman.controller._schedulers.backend import Backend, Launch
-from helmsman.controller._transport.base import Ending
-from helmsman.controller._transport.channel import Channel
-from helmsman.controller._transport.client import WorkerClient
+from helmsman.controller._scheduler.backend import Backend, Launch
+from helmsman.controller._scheduler.transport.base import Ending
+from helmsman.controller._scheduler.transport.channel import Channel
+from helmsman.controller._scheduler.transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import SegmentStore
 
 

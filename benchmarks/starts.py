@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.engines import Engine, TorchReady
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._scheduler.factory import make_scheduler
 
 NUM_TORCH = 16
 NUM_INSTANCES = 64

@@ -15,10 +15,10 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.engines import Engine
-from helmsman._base.tls import TLS_VARIABLE
+from helmsman._wire.segments import HAS_SEGMENTS
+from helmsman._wire.tls import TLS_VARIABLE
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from helmsman.controller._schedulers.factory import make_scheduler
-from helmsman.rpc_server._wire.segments import HAS_SEGMENTS
+from helmsman.controller._scheduler.factory import make_scheduler
 
 NUM_WORKERS = 16
 ENGINE = "engine"
@@ -90,7 +90,7 @@ class World:
             job = Job(role="w", replicas=NUM_WORKERS, tasks=[SchedulingSpec(cpu=0.1)])
             shares_memory = HAS_SEGMENTS and backend not in ("ray_tls", "ray_tcp")
             with mock.patch(
-                "helmsman.controller._ray_backend.transport.HAS_SEGMENTS", shares_memory
+                "helmsman.controller._scheduler.ray.transport.HAS_SEGMENTS", shares_memory
             ):
                 workers = scheduler.create_workers(job)
             self.run(_equip(scheduler, workers))

@@ -24,17 +24,17 @@ import msgspec
 from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.api.scheduler import PreemptionNotice, WorkerHealth
 from helmsman.api.supervision import Monitor
-from helmsman.controller._generation.health import SupervisionPolicy
-from helmsman.controller._generation.request import RequestOptions
-from helmsman.controller._generation.retries import RetryGeneration
-from helmsman.controller._generation.routing import (
+from helmsman.controller._rollout.generate_scheduler import GenerateScheduler
+from helmsman.controller._rollout.health import SupervisionPolicy
+from helmsman.controller._rollout.request import RequestOptions
+from helmsman.controller._rollout.retries import RetryGeneration
+from helmsman.controller._rollout.routing import (
     LeastOutstandingTokens,
     PrefixAffinity,
     RoundRobin,
     RoutingPolicy,
 )
-from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._generation.supervisor import Supervisor
+from helmsman.controller._rollout.supervisor import Supervisor
 from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, run_virtually
 
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from helmsman.api.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from helmsman._cluster.initialize import initialize as initialize
     from helmsman.api.batch import Batch as Batch
     from helmsman.api.dispatch import Dispatch as Dispatch
     from helmsman.api.dispatch import Execute as Execute
@@ -33,35 +34,36 @@ if TYPE_CHECKING:
     from helmsman.api.scheduler import Worker as Worker
     from helmsman.api.worker_group import ClusterConfig as ClusterConfig
     from helmsman.api.worker_group import GroupWorker as GroupWorker
-    from helmsman.controller._bootstrap.initialize import initialize as initialize
-    from helmsman.controller._device_handoff.handoff import DeviceHandoff as DeviceHandoff
-    from helmsman.controller._generation.health import SupervisionPolicy as SupervisionPolicy
-    from helmsman.controller._generation.request import RequestOptions as RequestOptions
-    from helmsman.controller._generation.retries import RetryGeneration as RetryGeneration
-    from helmsman.controller._generation.scheduler import GenerateScheduler as GenerateScheduler
-    from helmsman.controller._node.worker_output import WorkerOutput as WorkerOutput
-    from helmsman.controller._ray_backend.scheduler import RayScheduler as RayScheduler
-    from helmsman.controller._ray_backend.scheduler import (
-        get_placement_group_master_ip_and_port as get_placement_group_master_ip_and_port,
+    from helmsman.controller._groups.cluster import Cluster as Cluster
+    from helmsman.controller._groups.resource_manager import (
+        ResourceManager as ResourceManager,
     )
+    from helmsman.controller._rollout.executor import WorkflowExecutor as WorkflowExecutor
+    from helmsman.controller._rollout.generate_scheduler import (
+        GenerateScheduler as GenerateScheduler,
+    )
+    from helmsman.controller._rollout.health import SupervisionPolicy as SupervisionPolicy
+    from helmsman.controller._rollout.request import RequestOptions as RequestOptions
+    from helmsman.controller._rollout.retries import RetryGeneration as RetryGeneration
+    from helmsman.controller._rollout.reward_pool import RewardPool as RewardPool
     from helmsman.controller._rollout.rollout_controller import (
         RolloutController as RolloutController,
     )
-    from helmsman.controller._schedulers.factory import make_scheduler as make_scheduler
-    from helmsman.controller._schedulers.inline import InlineScheduler as InlineScheduler
-    from helmsman.controller._schedulers.local import LocalScheduler as LocalScheduler
+    from helmsman.controller._rollout.staleness import BoundedStaleness as BoundedStaleness
+    from helmsman.controller._scheduler.factory import make_scheduler as make_scheduler
+    from helmsman.controller._scheduler.inline import InlineScheduler as InlineScheduler
+    from helmsman.controller._scheduler.local import LocalScheduler as LocalScheduler
+    from helmsman.controller._scheduler.ray.scheduler import RayScheduler as RayScheduler
+    from helmsman.controller._scheduler.ray.scheduler import (
+        get_placement_group_master_ip_and_port as get_placement_group_master_ip_and_port,
+    )
+    from helmsman.controller._scheduler.worker_output import WorkerOutput as WorkerOutput
     from helmsman.controller._training.checkpoints import Checkpoints as Checkpoints
+    from helmsman.controller._training.handoff import DeviceHandoff as DeviceHandoff
     from helmsman.controller._training.recovery import RecoverableTraining as RecoverableTraining
     from helmsman.controller._training.recovery import RecoveryPolicy as RecoveryPolicy
     from helmsman.controller._training.train_controller import TrainController as TrainController
-    from helmsman.controller._weight_sync.sync import WeightSync as WeightSync
-    from helmsman.controller._worker_groups.cluster import Cluster as Cluster
-    from helmsman.controller._worker_groups.resource_manager import (
-        ResourceManager as ResourceManager,
-    )
-    from helmsman.controller._workflows.executor import WorkflowExecutor as WorkflowExecutor
-    from helmsman.controller._workflows.reward_pool import RewardPool as RewardPool
-    from helmsman.controller._workflows.staleness import BoundedStaleness as BoundedStaleness
+    from helmsman.controller._weights.sync import WeightSync as WeightSync
 
 _HOMES: dict[str, str] = {
     alias.name: str(node.module)

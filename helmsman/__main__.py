@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from helmsman.agents.checking import main as check_chat
 
         return check_chat(given[1:])
-    from helmsman.controller.cli import main as run_command
+    from helmsman._cli import main as run_command
 
     return run_command(given, recipes={**RECIPES, **AGENTS})
 

@@ -11,9 +11,9 @@ from helmsman.api.register import register as register
 from helmsman.api.topology import RankInfo as RankInfo
 from helmsman.api.worker_group import ClusterConfig as ClusterConfig
 from helmsman.api.worker_group import GroupWorker as GroupWorker
-from helmsman.controller._worker_groups.cluster import Cluster as Cluster
-from helmsman.controller._worker_groups.cluster_handle import ClusterHandle as ClusterHandle
-from helmsman.controller._worker_groups.resource_manager import ResourceManager as ResourceManager
+from helmsman.controller._groups.cluster import Cluster as Cluster
+from helmsman.controller._groups.cluster_handle import ClusterHandle as ClusterHandle
+from helmsman.controller._groups.resource_manager import ResourceManager as ResourceManager
 
 __all__ = [
     "AxisSharding",

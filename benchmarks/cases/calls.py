@@ -9,9 +9,9 @@ from typing import Any
 from benchmarks.echo import EchoProcess
 from benchmarks.harness import RATE, Pair, case
 from benchmarks.world import ENGINE, World
+from helmsman._base.event_loop import run_sync
 from helmsman.api.scheduler import Call
-from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._roles.call_all import call_all
+from helmsman.controller._groups.call_all import call_all
 
 IN_FLIGHT = 1000
 """Calls of one run of a throughput case, all begun before the first is awaited."""

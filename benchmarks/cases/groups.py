@@ -11,7 +11,7 @@ from benchmarks.engines import value_of
 from benchmarks.harness import Pair, case
 from benchmarks.world import World
 from helmsman import Batch, Cluster, ClusterConfig, Dispatch, GroupWorker, ResourceManager, register
-from helmsman.controller._aio.event_loop import run_sync
+from helmsman._base.event_loop import run_sync
 
 RANKS = 4
 FAN_OUT = 8

@@ -16,12 +16,12 @@ from typing import Any
 from benchmarks.harness import Pair, case
 from benchmarks.world import World
 from helmsman import InlineScheduler
+from helmsman._base.event_loop import run_sync
+from helmsman._desk.diagnosis import diagnose_run
+from helmsman._desk.runs import FoundRun, find_run, take_snapshot, take_two
+from helmsman._process.recorder import Recorder
 from helmsman.api.observer import Kind
 from helmsman.api.scheduler import Call, Job, SchedulingSpec
-from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._diagnosis.diagnosis import diagnose_run
-from helmsman.controller._operator.runs import FoundRun, find_run, take_snapshot, take_two
-from helmsman.rpc_server._process.recorder import Recorder
 
 NUM_WORKERS = 1000
 EVENTS = 10_000

@@ -18,11 +18,11 @@ from benchmarks.harness import Pair, case
 from benchmarks.simulated import SimulatedBackend
 from benchmarks.world import World
 from helmsman import Cluster, ClusterConfig, ResourceManager
-from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
-from helmsman.rpc_server._wire.codec import Payload, encode
-from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.wire import Outgoing
+from helmsman._base.event_loop import run_sync
+from helmsman._wire.codec import Payload, encode
+from helmsman._wire.messages import Reply, Request, Verb
+from helmsman._wire.wire import Outgoing
+from helmsman.controller._scheduler.backend_scheduler import BackendScheduler
 
 NUM_WORKERS = 1000
 POLLS_PER_S = 1.0

@@ -17,7 +17,7 @@ from benchmarks.engines import Engine, TorchReady
 from benchmarks.harness import Pair, case
 from benchmarks.starts import NUM_INSTANCES, NUM_TORCH, SMALL, end_bare, start_bare, start_ours
 from benchmarks.world import World
-from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._scheduler.factory import make_scheduler
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from benchmarks.harness import RATE, Pair, case
 from benchmarks.world import ENGINE, World
-from helmsman._base.tls import server_tls
+from helmsman._wire.tls import server_tls
 
 PAYLOAD = bytes(32 * 1024)
 IN_FLIGHT = 500

@@ -29,7 +29,7 @@ def alone(world: World) -> Pair:
     }
 
     def ours() -> None:
-        command = [sys.executable, "-m", "helmsman.controller.cli", "up", "--", "true"]
+        command = [sys.executable, "-m", "helmsman._cli", "up", "--", "true"]
         subprocess.run(command, env=environ, check=True, stderr=subprocess.DEVNULL, timeout=120)
 
     def floor() -> None:

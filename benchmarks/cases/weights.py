@@ -80,9 +80,9 @@ def _declare_sync(backend: str, way: str) -> None:
 
         from helmsman.controller._rollout.rollout_controller import RolloutController
         from helmsman.controller._training.train_controller import TrainController
-        from helmsman.controller._weight_sync.sync import WeightSync
-        from helmsman.controller._weight_sync.transport import ViaDisk, ViaMemory
-        from helmsman.controller._weight_sync.via_collective import ViaCollective
+        from helmsman.controller._weights.sync import WeightSync
+        from helmsman.controller._weights.transport import ViaDisk, ViaMemory
+        from helmsman.controller._weights.via_collective import ViaCollective
 
         scheduler = world.scheduler(backend)
         spec = SchedulingSpec(cpu=0.1)

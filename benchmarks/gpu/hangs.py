@@ -9,11 +9,11 @@ import msgspec
 
 from benchmarks.gpu.harness import Machine, check
 from helmsman import Job
+from helmsman._base.event_loop import run_sync
+from helmsman._desk.diagnosis import diagnose_run
+from helmsman._desk.runs import find_run, take_two
 from helmsman.api.run_state import NcclRank
 from helmsman.api.scheduler import Call
-from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._diagnosis.diagnosis import diagnose_run
-from helmsman.controller._operator.runs import find_run, take_two
 
 _LIMIT_S = 90.0
 

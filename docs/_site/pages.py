@@ -191,9 +191,9 @@ def errors_page() -> str:
 STRUCTS = {
     "Timeouts": "helmsman/api/workers.py",
     "SamplingParams": "helmsman/api/generation.py",
-    "RequestOptions": "helmsman/controller/_generation/request.py",
+    "RequestOptions": "helmsman/controller/_rollout/request.py",
     "ProbePolicy": "helmsman/api/supervision.py",
-    "SupervisionPolicy": "helmsman/controller/_generation/health.py",
+    "SupervisionPolicy": "helmsman/controller/_rollout/health.py",
     "RecoveryPolicy": "helmsman/controller/_training/recovery.py",
     "WeightFormat": "helmsman/api/weights.py",
     "SchedulingSpec": "helmsman/api/jobs.py",

@@ -1,1 +1,1 @@
-"""Connections that authenticate both ends, for the script, its workers and their engines."""
+"""Shared by script and workers: event loops, threads, durations."""

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from helmsman.api.run_state import RunReporter
 
-OBSERVER = "helmsman.controller._operator.run_view:RunView"
+OBSERVER = "helmsman._desk.run_view:RunView"
 """The class of the observer of a run, a RunObserver."""
 SCRIPT = "script"
 """Stands for the worker id of the script's process."""

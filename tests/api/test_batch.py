@@ -18,11 +18,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helmsman._wire.codec import decode, encode
 from helmsman.api.batch import Batch
 from helmsman.api.columns import Ragged, same
 from helmsman.api.errors import UnevenBatchError
 from helmsman.api.parts import PerPart, join_meta
-from helmsman.rpc_server._wire.codec import decode, encode
 from tests.api.columns import QUICK, ROWS, columns, pickles_as_it_is
 
 METAS: list[dict[str, Any]] = [

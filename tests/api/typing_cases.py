@@ -14,8 +14,8 @@ from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute
 from helmsman.api.register import register
 from helmsman.api.remote_batch import RemoteBatch
 from helmsman.api.worker_group import ClusterConfig, GroupFuture, GroupWorker
-from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
+from helmsman.controller._groups.cluster import Cluster
+from helmsman.controller._groups.resource_manager import ResourceManager
 
 
 def total(parts: list[float]) -> int:

@@ -18,8 +18,8 @@ import pytest
 import helmsman
 from helmsman.api.scheduler import Job, Scheduler, Timeouts
 from helmsman.api.worker_group import ClusterConfig
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
-from helmsman.controller._workflows.reward_pool import RewardPool
+from helmsman.controller._groups.resource_manager import ResourceManager
+from helmsman.controller._rollout.reward_pool import RewardPool
 from helmsman.testing.contract_fixtures import (
     engine,
     gate,

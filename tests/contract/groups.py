@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from helmsman.api.batch import Batch
-from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._workflows.reward_pool import RewardPool
+from helmsman.controller._groups.cluster import Cluster
+from helmsman.controller._rollout.reward_pool import RewardPool
 from tests.contract.group_workers import Member
 
 ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}

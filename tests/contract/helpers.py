@@ -22,11 +22,11 @@ from typing import Any
 import psutil
 import pytest
 
+from helmsman._base.event_loop import submit
+from helmsman._process import guardian
 from helmsman.api.scheduler import Call, Job, Scheduler, SchedulingStrategy
-from helmsman.controller._aio.event_loop import submit
-from helmsman.controller._roles.call_all import call_all
-from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
-from helmsman.rpc_server._process import guardian
+from helmsman.controller._groups.call_all import call_all
+from helmsman.controller._scheduler.backend_scheduler import BackendScheduler
 from helmsman.testing.contract_tools import LIMIT_S, Engine, Gate, held, is_running, wait_until
 
 __all__ = ["LIMIT_S", "Engine", "Gate", "held", "is_running", "wait_until"]

@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from helmsman.controller._node.run_registry import RunRecord
+from helmsman.controller._scheduler.run_registry import RunRecord
 from tests.contract.helpers import (
     ROOT,
     WAIT,

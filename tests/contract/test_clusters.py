@@ -17,11 +17,11 @@ from helmsman.api import errors
 from helmsman.api.remote_batch import RemoteBatch
 from helmsman.api.scheduler import ResultHandle, Scheduler
 from helmsman.api.worker_group import ClusterConfig, GroupWorker
-from helmsman.controller._generation.health import Health, SupervisionPolicy
-from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._groups.cluster import Cluster
+from helmsman.controller._groups.resource_manager import ResourceManager
+from helmsman.controller._rollout.health import Health, SupervisionPolicy
+from helmsman.controller._rollout.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import Member
 from tests.contract.groups import ON_CPU, Members
 from tests.contract.helpers import LIMIT_S, wait_until

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from helmsman._base.event_loop import run_on_loop
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts, WorkerState
-from helmsman.controller._aio.event_loop import run_on_loop
-from helmsman.controller._generation.health import SupervisionPolicy
-from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.health import SupervisionPolicy
+from helmsman.controller._rollout.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._training.recovery import RecoverableTraining, RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from helmsman._base.interfaces import ipv4_interfaces
 from helmsman.api.environment import EnvironmentVariable
-from helmsman.api.interfaces import ipv4_interfaces
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine

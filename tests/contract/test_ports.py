@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from helmsman._process.ports import RANGE_VARIABLE
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.api.workers import worker_context
-from helmsman.rpc_server.ports import RANGE_VARIABLE
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, answers, wait_until
 from tests.contract.marks import needs_processes, ray_smoke

@@ -11,7 +11,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, WorkerState
-from helmsman.controller._transport.client import WorkerClient
+from helmsman.controller._scheduler.transport.client import WorkerClient
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, is_running, stop, wait_gone, wait_until
 from tests.contract.marks import needs_processes, ray_smoke

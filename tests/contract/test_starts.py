@@ -16,7 +16,7 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from helmsman.api.worker_group import ClusterConfig
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
+from helmsman.controller._groups.resource_manager import ResourceManager
 from tests.contract.engines import Counter
 from tests.contract.group_workers import Member
 from tests.contract.groups import ON_CPU, Members

@@ -17,8 +17,8 @@ from typing import Any
 
 from helmsman import SchedulingSpec
 from helmsman.api.weights import WeightFormat
-from helmsman.controller._weight_sync.sync import SyncReport
-from helmsman.controller._weight_sync.via_device import ViaDevice
+from helmsman.controller._weights.sync import SyncReport
+from helmsman.controller._weights.via_device import ViaDevice
 from tests.contract.helpers import has_stopped, stop, wait_until
 from tests.controller.sync_engines import STOP
 from tests.controller.sync_world import World

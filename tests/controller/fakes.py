@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from helmsman._base.event_loop import background_loop, run_sync
 from helmsman.api import errors
 from helmsman.api.plan import Node
 from helmsman.api.scheduler import (
@@ -23,7 +24,6 @@ from helmsman.api.scheduler import (
     WorkerState,
     WorkerStatus,
 )
-from helmsman.controller._aio.event_loop import background_loop, run_sync
 
 
 class Sent(NamedTuple):

@@ -21,7 +21,7 @@ from helmsman import (
 from helmsman.api.advantages import group_advantages
 from helmsman.api.errors import WorkerFailedError
 from helmsman.api.platforms import MemoryStats
-from helmsman.controller._device_handoff.handoff import DeviceHandoff, Owner
+from helmsman.controller._training.handoff import DeviceHandoff, Owner
 from tests.engines.small_models import QWEN2, random_tokens
 
 ENGINES = "tests.controller.turn_engines"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.controller._scheduler.local import LocalScheduler
 from helmsman.controller._training.recovery import RecoverableTraining, RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
 from tests.controller.recovery_engines import plan_fault

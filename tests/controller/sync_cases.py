@@ -12,10 +12,10 @@ import pytest
 
 from helmsman import HelmsmanError, SamplingParams
 from helmsman.api.weights import WeightFormat, WeightsOnDisk
-from helmsman.controller._generation.health import Health
-from helmsman.controller._weight_sync.sync import SyncReport
-from helmsman.controller._weight_sync.transport import ViaDisk
-from helmsman.controller._weight_sync.via_collective import ViaCollective
+from helmsman.controller._rollout.health import Health
+from helmsman.controller._weights.sync import SyncReport
+from helmsman.controller._weights.transport import ViaDisk
+from helmsman.controller._weights.via_collective import ViaCollective
 from tests.controller.sync_engines import KILL
 from tests.controller.sync_world import PROMPT, World, way_of
 

@@ -22,10 +22,10 @@ from helmsman import (
     TrainController,
 )
 from helmsman.api.workers import WorkerState
-from helmsman.controller._generation.health import Health
-from helmsman.controller._weight_sync.sync import WeightSync
-from helmsman.controller._weight_sync.transport import ViaDisk, ViaMemory, WeightTransport
-from helmsman.controller._weight_sync.via_collective import ViaCollective
+from helmsman.controller._rollout.health import Health
+from helmsman.controller._weights.sync import WeightSync
+from helmsman.controller._weights.transport import ViaDisk, ViaMemory, WeightTransport
+from helmsman.controller._weights.via_collective import ViaCollective
 from tests.engines.small_models import QWEN2, random_tokens
 
 ENGINES = "tests.controller.sync_engines"

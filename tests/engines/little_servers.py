@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from helmsman._process.ports import PortLeases
 from helmsman.api.workers import WorkerContext, within
 from helmsman.engines._server.weights import write_folder
 from helmsman.engines.server_engine import ServerEngine
-from helmsman.rpc_server.ports import PortLeases
 from tests.engines import little_server
 
 DIALECTS = ["vllm", "sglang"]

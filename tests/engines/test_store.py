@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helmsman._base.group_keys import KEY_VARIABLE, group_key
+from helmsman._wire.group_keys import KEY_VARIABLE, group_key
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
 from helmsman.engines._models.store import GroupStore, StoreServer, listen, meet
 from tests.engines.ranks import free_port, run_ranks

@@ -14,10 +14,10 @@ import pytest
 from helmsman import BoundedStaleness, GenerateScheduler, HelmsmanError, RewardPool
 from helmsman.api.errors import EngineCallError
 from helmsman.api.generation import GenerationResult
-from helmsman.controller._workflows.episode_runner import EpisodeRunner
-from helmsman.controller._workflows.staleness import Episode, ExecutorState
+from helmsman.controller._rollout.episode_runner import EpisodeRunner
+from helmsman.controller._rollout.staleness import Episode, ExecutorState
 from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, run_virtually
-from tests.unit.controller.generation.backends import make_request, virtually
+from tests.unit.controller.rollout.backends import make_request, virtually
 
 
 class Left(BaseException):

@@ -25,8 +25,8 @@ from helmsman import (
     make_scheduler,
 )
 from helmsman.api.errors import CallTimeoutError, EngineCallError
-from helmsman.controller._generation.health import Health
-from helmsman.controller._weight_sync.via_collective import ViaCollective
+from helmsman.controller._rollout.health import Health
+from helmsman.controller._weights.via_collective import ViaCollective
 from tests.contract.helpers import LIMIT_S, wait_until
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler

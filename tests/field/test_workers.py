@@ -26,11 +26,11 @@ from helmsman import (
     WorkflowExecutor,
     make_scheduler,
 )
+from helmsman._desk.diagnosis import diagnose_run
+from helmsman._desk.runs import find_run, take_two
+from helmsman._process.ports import RANGE_VARIABLE
 from helmsman.api.errors import EngineCreationError, WorkerFailedError
 from helmsman.api.run_state import HangPolicy
-from helmsman.controller._diagnosis.diagnosis import diagnose_run
-from helmsman.controller._operator.runs import find_run, take_two
-from helmsman.rpc_server.ports import RANGE_VARIABLE
 from tests.contract.engines import Counter  # type: ignore[attr-defined]
 from tests.contract.helpers import LIMIT_S, ROOT, Engine, Gate, wait_gone, wait_until
 from tests.controller.engines import SAMPLES, CountingRollout, count_loss

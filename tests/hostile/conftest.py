@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.bootstrap.conftest import make_nodes  # noqa: F401 - fixture
+from tests.cluster.conftest import make_nodes  # noqa: F401 - fixture
 from tests.hostile.proxy import Proxy
 from tests.hostile.worker import Worker
 

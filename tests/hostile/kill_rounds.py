@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from helmsman.rpc_server._process import guardian
+from helmsman._process import guardian
 from tests.contract.helpers import Driver, has_shared_memory
 from tests.hostile.victims import NUM_CALLS, NUM_UPDATES
 

@@ -8,7 +8,7 @@ import pytest
 
 from helmsman import Job
 from helmsman.api.errors import WorkerStartError
-from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
+from helmsman.controller._scheduler.backend_scheduler import BackendScheduler
 
 
 def assert_refuses_log_file_link(scheduler: BackendScheduler, precious: Path) -> None:

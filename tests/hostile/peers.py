@@ -8,8 +8,8 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-from helmsman._base.stream import Stream
-from helmsman._base.tls import client_context
+from helmsman._wire.stream import Stream
+from helmsman._wire.tls import client_context
 from tests.hostile.proxy import GREETING
 
 NUM_PEERS = 200

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ssl
 
-from helmsman._base.tls import client_context, server_tls
+from helmsman._wire.tls import client_context, server_tls
 
 GREETING = b"helmsman tls  \n"
 

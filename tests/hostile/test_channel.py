@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from helmsman._base.auth import HANDSHAKE_LIMIT_S, connect
-from helmsman._base.door import MAX_PENDING_OF_HOST
+from helmsman._wire.auth import HANDSHAKE_LIMIT_S, connect
+from helmsman._wire.codec import Payload
+from helmsman._wire.door import MAX_PENDING_OF_HOST
+from helmsman._wire.messages import Reply
 from helmsman.api.errors import ProtocolError
-from helmsman.controller._transport.channel import Channel
-from helmsman.rpc_server._wire.codec import Payload
-from helmsman.rpc_server._wire.messages import Reply
+from helmsman.controller._scheduler.transport.channel import Channel
 from tests.contract.helpers import LIMIT_S, wait_until
 from tests.hostile.conftest import MakeWorker
 from tests.hostile.peers import KINDS, NUM_LEGITIMATE, peers_of_kind

@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from helmsman._base.auth import HANDSHAKE_LIMIT_S
-from helmsman.api.errors import ProtocolError
-from helmsman.controller._bootstrap.connection import (
+from helmsman._cluster.connection import (
     Ended,
     Hello,
     LinkTimeouts,
@@ -20,8 +18,10 @@ from helmsman.controller._bootstrap.connection import (
     connect,
     proof_key,
 )
+from helmsman._wire.auth import HANDSHAKE_LIMIT_S
+from helmsman.api.errors import ProtocolError
+from tests.cluster.nodes import VERSIONS, MakeNodes, Node, script
 from tests.contract.helpers import LIMIT_S
-from tests.controller.bootstrap.nodes import VERSIONS, MakeNodes, Node, script
 from tests.hostile.peers import KINDS, NUM_LEGITIMATE, peers_of_kind
 from tests.hostile.proxy import Proxy
 

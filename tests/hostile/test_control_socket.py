@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from helmsman import InlineScheduler, Job
-from helmsman.controller._operator.control_socket import Query, ask
+from helmsman._desk.control_socket import Query, ask
 
 CONNECT = """
 import os, socket, sys

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from helmsman import LocalScheduler
+from helmsman._desk.ui import Server
 from helmsman.agents import AgentGateway
-from helmsman.controller._operator.ui import Server
-from helmsman.controller._weight_sync.via_collective import ViaCollective
+from helmsman.controller._weights.via_collective import ViaCollective
 from tests.agents.constant_model import plain_tokenizer
 from tests.controller.sync_world import World
 from tests.hostile.other_user import SPEECHES, connected, speak

@@ -9,7 +9,7 @@ import pytest
 
 from helmsman import Job, LocalScheduler
 from helmsman.api.errors import HelmsmanError
-from helmsman.controller._node.run_registry import default_log_dir, user_dir
+from helmsman.controller._scheduler.run_registry import default_log_dir, user_dir
 from tests.hostile.log_links import assert_refuses_log_file_link
 from tests.unit.hostile.planted import (
     ATTACKER,

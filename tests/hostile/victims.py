@@ -16,7 +16,7 @@ import numpy as np
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from tests.unit.controller.generation.pure_rollout import PureRollout
+from tests.unit.controller.rollout.pure_rollout import PureRollout
 
 NUM_CALLS = 20
 NUM_UPDATES = 6

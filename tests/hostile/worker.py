@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import psutil
 
-from helmsman._base.tls import server_tls
+from helmsman._process.pulse import Pulse
+from helmsman._wire.codec import encode
+from helmsman._wire.messages import Request, Verb, WorkerIdentity
+from helmsman._wire.tls import server_tls
+from helmsman._wire.wire import Outgoing, Session
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
-from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._server import channel
-from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.messages import Request, Verb, WorkerIdentity
-from helmsman.rpc_server._wire.wire import Outgoing, Session
 from tests.contract.helpers import ROOT
 
 TAG = "run/target/0"

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("ray", reason="several nodes need Ray")
 
 # Decides how clusters authenticate, before Ray is imported
-import helmsman.controller._ray_backend.scheduler  # noqa: F401
+import helmsman.controller._scheduler.ray.scheduler  # noqa: F401
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -30,7 +30,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from helmsman.api.scheduler import Timeouts
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from helmsman.rpc_server._ray_forks.install import RayForks
 from helmsman.rpc_server._ray_forks.ray_patches import only_core_processes
 from tests.contract.conftest import gate  # noqa: F401 - a fixture of these tests too

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
+from helmsman._base.event_loop import Deadline, submit
 from helmsman.api import errors
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.event_loop import Deadline, submit
-from helmsman.controller._ray_backend.placement_groups import admit
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.placement_groups import admit
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 
 LIMIT_S = 120.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 
 
 def make_job(role: str, replicas: int, gpu: int, strategy: Any = "separate", **fields: Any) -> Job:
@@ -15,7 +15,7 @@ def make_job(role: str, replicas: int, gpu: int, strategy: Any = "separate", **f
 
 def placement_groups() -> list[str]:
     """Return the names of all placement groups."""
-    from helmsman.controller._ray_backend import cluster_state
+    from helmsman.controller._scheduler.ray import cluster_state
 
     return [row.name for row in cluster_state.group_rows()]
 

@@ -11,10 +11,10 @@ import ray
 from ray.core.generated import autoscaler_pb2
 
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._generation.health import Health, SupervisionPolicy
-from helmsman.controller._generation.retries import RetryGeneration
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._rollout.health import Health, SupervisionPolicy
+from helmsman.controller._rollout.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.contract.helpers import wait_until
 from tests.multinode.conftest import Nodes
 from tests.processes import command_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy, Worker
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
 from tests.multinode.conftest import Nodes

@@ -6,8 +6,8 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job
-from helmsman.controller._ray_backend.cluster_state import choose_address
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.cluster_state import choose_address
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.multinode.conftest import Nodes
 
 

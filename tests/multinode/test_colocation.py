@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from helmsman.api import errors
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.multinode.siblings import (
     assert_fork_has_devices_of_target,
     devices_seen,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from helmsman.api.generation import SamplingParams
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.contract.helpers import wait_until
 from tests.multinode.conftest import Nodes, gpu_node
 from tests.multinode.leaving import (

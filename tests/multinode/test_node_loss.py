@@ -6,7 +6,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec, WorkerState
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, Gate, wait_until
 from tests.multinode.conftest import Nodes, gpu_node

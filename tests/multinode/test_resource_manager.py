@@ -12,9 +12,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from helmsman.api.batch import Batch
 from helmsman.api.worker_group import ClusterConfig
-from helmsman.controller._ray_backend.scheduler import RayScheduler
-from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._worker_groups.resource_manager import Device, ResourceManager
+from helmsman.controller._groups.cluster import Cluster
+from helmsman.controller._groups.resource_manager import Device, ResourceManager
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.contract.group_workers import Member
 
 pytestmark = pytest.mark.usefixtures("left_as_found")

@@ -9,7 +9,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingStrategy, Timeouts
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.contract import engines
 from tests.contract.helpers import wait_until
 from tests.multinode.conftest import TIMEOUTS

@@ -25,7 +25,7 @@ from helmsman import (
     TrainController,
     WeightSync,
 )
-from helmsman.controller._generation.health import Health
+from helmsman.controller._rollout.health import Health
 from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory, WeightFormat
 from tests.contract.helpers import wait_until
 from tests.processes import command_of

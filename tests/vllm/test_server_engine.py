@@ -12,11 +12,11 @@ import msgspec
 import psutil
 import pytest
 
+from helmsman._process.ports import PortLeases
 from helmsman.api.errors import ServerLostError, ServerStartError
 from helmsman.api.generation import SamplingParams
 from helmsman.api.workers import WorkerContext, within
 from helmsman.engines.server_engine import ServerEngine
-from helmsman.rpc_server.ports import PortLeases
 from tests.processes import command_of
 from tests.vllm.engine_suite import LONG, EngineSuite
 from tests.vllm.vllm_models import (

@@ -14,7 +14,7 @@ from helmsman import Job, SchedulingSpec
 from helmsman.api.errors import EngineCallError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import Weights
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.contract.helpers import wait_until
 from tests.multinode.conftest import TIMEOUTS, Nodes, gpu_node
 from tests.processes import command_of

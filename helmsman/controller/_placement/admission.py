@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from helmsman._base.event_loop import Deadline
 from helmsman.api import errors
 from helmsman.api.plan import Plan, PlannedRole, Shortfall
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._placement.bundles import allowed_nodes, change_specs
 from helmsman.controller._placement.planner import node_name, plan_jobs
 from helmsman.controller._placement.resources import (

@@ -7,12 +7,12 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 
+from helmsman._base.event_loop import Deadline
+from helmsman._process.devices import detect_devices
+from helmsman._process.observation import cpus_allowed, memory_allowed
 from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import Job, PreemptionNotice
-from helmsman.controller._aio.event_loop import Deadline
-from helmsman.controller._node.devices import detect_devices
-from helmsman.controller._node.observation import cpus_allowed, memory_allowed
 from helmsman.controller._placement.admission import busy, require_feasible
 from helmsman.controller._placement.bundles import change_specs
 from helmsman.controller._placement.placement import Placement

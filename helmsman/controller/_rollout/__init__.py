@@ -1,1 +1,1 @@
-"""The rollout controller: requests, instances, weights."""
+"""Rollouts: the request queue, the pool of instances, their weights; episodes and rewards."""

@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from helmsman._base.event_loop import await_all
 from helmsman.api.errors import HelmsmanError, InvalidSpecError, JobError
 from helmsman.api.forms import run_in_new_thread
-from helmsman.controller._aio.event_loop import await_all
-from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.request import Instance
+from helmsman.controller._rollout.health import Health
 from helmsman.controller._rollout.instances import Instances
+from helmsman.controller._rollout.request import Instance
 from helmsman.controller._rollout.weight_state import RolloutWeights
 
 T = TypeVar("T")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from helmsman._base.event_loop import run_sync
 from helmsman.api.errors import (
     EngineCallError,
     EngineDeadError,
@@ -20,14 +21,13 @@ from helmsman.api.forms import run_in_new_thread
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import Job, Scheduler, Worker
 from helmsman.api.supervision import Sign
-from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._generation.health import Event, Health, SupervisionPolicy
-from helmsman.controller._generation.request import Instance, InstanceStats, RolloutStats
-from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
-from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._generation.supervisor import Supervisor
-from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, gather_all, group_error
-from helmsman.controller._roles.role_controller import DeviceOwner, RoleController, StartedRole
+from helmsman.controller._groups.call_all import DEFAULT_GRACE_S, gather_all, group_error
+from helmsman.controller._groups.role_controller import DeviceOwner, RoleController, StartedRole
+from helmsman.controller._rollout.generate_scheduler import GenerateScheduler
+from helmsman.controller._rollout.health import Event, Health, SupervisionPolicy
+from helmsman.controller._rollout.request import Instance, InstanceStats, RolloutStats
+from helmsman.controller._rollout.retries import RetryPolicy, RetryUnbegun
+from helmsman.controller._rollout.supervisor import Supervisor
 
 
 class Nap:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.generation import InFlight
-from helmsman.controller._generation.health import Event, Health
+from helmsman.controller._rollout.health import Event, Health
 from helmsman.controller._rollout.instances import Instances, Nap
 from helmsman.controller._rollout.request_api import RolloutRequests
 from helmsman.controller._rollout.weight_state import RolloutWeights, check_sleep

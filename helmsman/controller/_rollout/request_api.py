@@ -21,14 +21,14 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
+from helmsman._base.event_loop import run_async, run_on_loop, run_sync
 from helmsman.api.errors import RequestsInFlightError, SchedulerClosedError
 from helmsman.api.generation import GenerationRequest, GenerationResult, InFlight, SamplingParams
-from helmsman.controller._aio.event_loop import run_async, run_on_loop, run_sync
-from helmsman.controller._generation.request import RequestOptions, Ticket
-from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, group_error, observe
+from helmsman.controller._groups.call_all import DEFAULT_GRACE_S, group_error, observe
+from helmsman.controller._rollout.generate_scheduler import GenerateScheduler
 from helmsman.controller._rollout.instances import Instances
-from helmsman.controller._validation.argument_types import refusal, require_integer
+from helmsman.controller._rollout.request import RequestOptions, Ticket
+from helmsman.controller._scheduler.argument_types import refusal, require_integer
 
 T = TypeVar("T")
 Prompt: TypeAlias = Sequence[int] | GenerationRequest

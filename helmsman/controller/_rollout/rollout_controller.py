@@ -10,25 +10,25 @@ from typing import Any, Literal, overload
 
 import msgspec
 
+from helmsman._base.event_loop import run_async
 from helmsman.api.closing import Starting
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.generation import GenerationResult, InFlight, SamplingParams
 from helmsman.api.run_state import RolloutSnapshot
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker, ids_of
 from helmsman.api.weights import Weights
-from helmsman.controller._aio.event_loop import run_async
-from helmsman.controller._generation.health import SupervisionPolicy
-from helmsman.controller._generation.request import RequestOptions, RolloutStats
-from helmsman.controller._generation.retries import RetryPolicy
-from helmsman.controller._generation.routing import RoutingPolicy
-from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._roles.role_controller import DeviceOwner, StartedRole, blocking
+from helmsman.controller._groups.role_controller import DeviceOwner, StartedRole, blocking
+from helmsman.controller._rollout.generate_scheduler import GenerateScheduler
+from helmsman.controller._rollout.health import SupervisionPolicy
 from helmsman.controller._rollout.instance_pool import InstancePool
 from helmsman.controller._rollout.instances import Instances
 from helmsman.controller._rollout.partial_sleep import PartialSleep
+from helmsman.controller._rollout.request import RequestOptions, RolloutStats
 from helmsman.controller._rollout.request_api import OnError, Prompt, RolloutRequests, samples_of
+from helmsman.controller._rollout.retries import RetryPolicy
+from helmsman.controller._rollout.routing import RoutingPolicy
 from helmsman.controller._rollout.weight_state import RolloutWeights
-from helmsman.controller._validation.argument_types import refusal, require_integer, require_seconds
+from helmsman.controller._scheduler.argument_types import refusal, require_integer, require_seconds
 
 
 class RolloutController(Starting):

@@ -22,11 +22,11 @@ from helmsman.api.scheduler import ResultHandle, Worker
 from helmsman.api.weight_exchange import KeptWeights
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
-from helmsman.controller._generation.health import Event, Health
-from helmsman.controller._node.driver_log import story
-from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, group_error, observe, release
+from helmsman.controller._groups.call_all import DEFAULT_GRACE_S, group_error, observe, release
+from helmsman.controller._rollout.health import Event, Health
 from helmsman.controller._rollout.instances import Instances, is_death
 from helmsman.controller._rollout.request_api import RolloutRequests
+from helmsman.controller._scheduler.driver_log import story
 
 log = logging.getLogger(__name__)
 

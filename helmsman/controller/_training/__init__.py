@@ -1,1 +1,1 @@
-"""Training controllers: batch split, checkpoints, recovery."""
+"""TrainController, recovery, checkpoints, and the hand-over of shared devices."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from helmsman._base.event_loop import Deadline
 from helmsman.api.engines import LossFn, Sample, SampleShare, require_mapping
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError
 from helmsman.api.pairs import sample_units
@@ -20,9 +21,8 @@ from helmsman.api.weights import (
     WeightFormat,
     WeightTarget,
 )
-from helmsman.controller._aio.event_loop import Deadline
-from helmsman.controller._roles.call_all import call_all, release
-from helmsman.controller._roles.role_controller import DeviceOwner, RoleController
+from helmsman.controller._groups.call_all import call_all, release
+from helmsman.controller._groups.role_controller import DeviceOwner, RoleController
 
 logger = logging.getLogger(__name__)
 

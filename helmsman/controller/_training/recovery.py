@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from helmsman._base.event_loop import run_sync
 from helmsman.api.errors import (
     CallError,
     GroupCallError,
@@ -24,8 +25,7 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.supervision import ProbePolicy, Report, RestartBudget, Sign, Watch
-from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._roles.call_all import observe
+from helmsman.controller._groups.call_all import observe
 from helmsman.controller._training.checkpoints import Checkpoints
 from helmsman.controller._training.train_controller import TrainController
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from helmsman._base.event_loop import run_async, run_sync
 from helmsman.api.engines import LossFn, Sample
 from helmsman.api.errors import (
     CheckpointError,
@@ -21,18 +22,17 @@ from helmsman.api.errors import (
 from helmsman.api.forms import awaitable
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weight_exchange import ReceivesWeights
-from helmsman.controller._aio.event_loop import run_async, run_sync
-from helmsman.controller._roles.call_all import is_communication_error
-from helmsman.controller._roles.role_controller import (
+from helmsman.controller._groups.call_all import is_communication_error
+from helmsman.controller._groups.role_controller import (
     DeviceOwner,
     RoleController,
     blocking,
     rank_environment,
 )
+from helmsman.controller._scheduler.argument_types import require_integer
 from helmsman.controller._training.ranks import Ranks
-from helmsman.controller._validation.argument_types import require_integer
-from helmsman.controller._weight_sync.sync import WeightSync
-from helmsman.controller._weight_sync.transport import ViaExport
+from helmsman.controller._weights.sync import WeightSync
+from helmsman.controller._weights.transport import ViaExport
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helmsman._base.group_keys import KEY_VARIABLE
+from helmsman._wire.group_keys import KEY_VARIABLE
 from helmsman.api.platforms import current_platform
 from helmsman.engines._models.gloo_listeners import closed_afterwards
 from helmsman.engines._models.store import GroupStore, meet
@@ -200,7 +200,7 @@ def failing_together(what: str) -> Iterator[None]:
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
     if failed:
         # The controller recognises this text as a secondary error
-        # (helmsman/controller/_roles/call_all.py). Do not change it.
+        # (helmsman/controller/_groups/call_all.py). Do not change it.
         raise RuntimeError(
             f"{what} failed on another rank, so this one did not go on. {'; '.join(failed)}"
         )

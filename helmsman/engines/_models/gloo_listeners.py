@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from helmsman._base.descriptors import socket_at
+from helmsman._process.descriptors import socket_at
 from helmsman.api.platforms import current_platform
 
 _LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"

@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from helmsman._base.auth import connect
-from helmsman._base.descriptors import mark_background
-from helmsman._base.door import BACKLOG, Door
-from helmsman._base.group_keys import needs_tls
-from helmsman._base.stream import WOULD_BLOCK, Stream
-from helmsman._base.tls import server_tls
+from helmsman._process.descriptors import mark_background
+from helmsman._wire.auth import connect
+from helmsman._wire.door import BACKLOG, Door
+from helmsman._wire.group_keys import needs_tls
+from helmsman._wire.stream import WOULD_BLOCK, Stream
+from helmsman._wire.tls import server_tls
 from helmsman.api.errors import ProtocolError
 from helmsman.api.refusals import RefusalLog
 

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from helmsman._base.interfaces import ipv4_interfaces
 from helmsman.api.environment import INSTANCE_DEVICES_ENV_VAR
-from helmsman.api.interfaces import ipv4_interfaces
 from helmsman.api.workers import InstanceNodes, NodeProcess
 from helmsman.engines._vllm import internals
 

@@ -25,7 +25,7 @@ from helmsman.rpc_server._host.threads import coroutine_frames, frames_of
 _OWN = f"{Path(__file__).parents[2]}/"
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _LIBRARY = re.compile(r"/(?:site-packages|dist-packages)/|^<")
-_MODEL = re.compile(r"/controller/_(?:generation|rollout)/")
+_MODEL = re.compile(r"/controller/_rollout/(?!episode_runner|executor|reward_|staleness)")
 _PROCESS = re.compile(r"/(?:asyncio/(?:base_)?subprocess|subprocess)\.py$")
 _POOL = re.compile(r"/concurrent/futures/thread\.py$|/anyio/_backends/")
 """Files whose functions ``run`` compute the result of a future."""

@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from helmsman._wire.messages import CallState
 from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, task_stack, thread_stack
-from helmsman.rpc_server._wire.messages import CallState
 
 _REMEMBERED = 10_000
 

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from helmsman._wire.codec import Payload, decode, encode
+from helmsman._wire.messages import Request
+from helmsman._wire.remote_errors import clipped, traceback_text
 from helmsman.api import errors
 from helmsman.api.extras import needed_by
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import GroupWorker
-from helmsman.rpc_server._wire.codec import Payload, decode, encode
-from helmsman.rpc_server._wire.messages import Request
-from helmsman.rpc_server._wire.remote_errors import clipped, traceback_text
 
 
 def import_engine(worker_id: str, name: str, path: str) -> Any:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from helmsman._process.command import CommandEngine
+from helmsman._wire.messages import Request, dotted
 from helmsman.api import errors
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.suggestions import nearest
 from helmsman.rpc_server._host.threads import EngineLoop
-from helmsman.rpc_server._process.command import CommandEngine
-from helmsman.rpc_server._wire.messages import Request, dotted
 
 _PROPERTIES = property, functools.cached_property
 

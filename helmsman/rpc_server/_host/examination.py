@@ -21,6 +21,8 @@ from typing import Any
 
 import msgspec
 
+from helmsman._process.guardian import proc_text, process_of
+from helmsman._process.pulse import recent_pauses_s
 from helmsman.api.run_state import Frame, ProcessReport, Progress, StackTrace
 from helmsman.rpc_server._host import progress
 from helmsman.rpc_server._host.collectives import last_collectives, waiting_nccl_ranks
@@ -31,8 +33,6 @@ from helmsman.rpc_server._host.threads import (
     awaited_frames,
     frames_of,
 )
-from helmsman.rpc_server._process.guardian import proc_text, process_of
-from helmsman.rpc_server._process.pulse import recent_pauses_s
 
 _MOST_FRAMES = 60
 _MOST_TASKS = 50

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import msgspec
 
+from helmsman._wire.codec import Payload
+from helmsman._wire.segments import ShmSegment
+from helmsman._wire.wire import WirePayload, from_wire, to_wire
 from helmsman.api.batch import Batch
 from helmsman.api.errors import HandleLostError, ProtocolError
 from helmsman.api.scheduler import ResultHandle
-from helmsman.rpc_server._wire.codec import Payload
-from helmsman.rpc_server._wire.segments import ShmSegment
-from helmsman.rpc_server._wire.wire import WirePayload, from_wire, to_wire
 
 
 class HandleStore(Protocol):

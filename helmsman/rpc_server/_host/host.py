@@ -18,6 +18,21 @@ from typing import Any
 
 import msgspec
 
+from helmsman._process.environment import Environment, follow_thread_count
+from helmsman._process.ports import PortLeases
+from helmsman._process.pulse import Pulse
+from helmsman._process.recorder import CallLog, Recorder, read_files
+from helmsman._process.upkeep import Output, Upkeep
+from helmsman._wire.codec import Payload, decode, encode
+from helmsman._wire.messages import (
+    Reply,
+    Request,
+    Verb,
+    WorkerConfig,
+    WorkerIdentity,
+    dotted,
+)
+from helmsman._wire.remote_errors import remote_error
 from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.platforms import current_platform
@@ -38,21 +53,6 @@ from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.journal import Journal
 from helmsman.rpc_server._host.progress import Connections
 from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, all_stacks
-from helmsman.rpc_server._process.environment import Environment, follow_thread_count
-from helmsman.rpc_server._process.pulse import Pulse
-from helmsman.rpc_server._process.recorder import CallLog, Recorder, read_files
-from helmsman.rpc_server._process.upkeep import Output, Upkeep
-from helmsman.rpc_server._wire.codec import Payload, decode, encode
-from helmsman.rpc_server._wire.messages import (
-    Reply,
-    Request,
-    Verb,
-    WorkerConfig,
-    WorkerIdentity,
-    dotted,
-)
-from helmsman.rpc_server._wire.remote_errors import remote_error
-from helmsman.rpc_server.ports import PortLeases
 
 ReplyFn = Callable[[Reply, Payload], None]
 

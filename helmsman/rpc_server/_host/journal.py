@@ -7,12 +7,12 @@ import logging
 import sys
 from typing import Any
 
+from helmsman._process.recorder import Recorder
+from helmsman._process.title import set_title
+from helmsman._wire.messages import Request, WorkerConfig, WorkerIdentity
 from helmsman.api.observer import Kind
 from helmsman.api.scheduler import WorkerHealth
 from helmsman.api.version import __version__
-from helmsman.rpc_server._process.recorder import Recorder
-from helmsman.rpc_server._process.title import set_title
-from helmsman.rpc_server._wire.messages import Request, WorkerConfig, WorkerIdentity
 
 log = logging.getLogger("helmsman.worker")
 

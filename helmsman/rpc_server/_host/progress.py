@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from helmsman._base.descriptors import background_descriptors, socket_at
+from helmsman._process.descriptors import background_descriptors, socket_at
+from helmsman._process.guardian import proc_text
 from helmsman.api.run_state import Progress
-from helmsman.rpc_server._process.guardian import proc_text
 
 _THREADS, _DESCRIPTORS = "/proc/self/task", "/proc/self/fd"
 _NUMBERS = {

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 
 from helmsman._base.loops import LAST_TASKS_S, start_loop
-from helmsman.rpc_server._process.recorder import CallLog
+from helmsman._process.recorder import CallLog
+from helmsman._wire.remote_errors import OWN_PACKAGES
 
-_OWN_PACKAGE = "helmsman.rpc_server."
 SWITCH_INTERVAL_S = 1e-6
 _SIGNALS_EVERY_S = 1.0
 """Longest time in seconds until an idle main thread handles a signal, as of a preemption."""
@@ -330,7 +330,7 @@ def task_stack(task: asyncio.Task[Any]) -> str:
 
 
 def _is_own(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(_OWN_PACKAGE)
+    return str(frame.f_globals.get("__name__", "")).startswith(OWN_PACKAGES)
 
 
 def frames_of(frame: FrameType, *, skip_own: bool = False) -> list[FrameType]:

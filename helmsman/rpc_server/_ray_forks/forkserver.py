@@ -35,8 +35,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-from helmsman.rpc_server._process.environment import preload
-from helmsman.rpc_server._process.main_thread import OFFER_VARIABLE, run_beside
+from helmsman._process.environment import preload
+from helmsman._process.main_thread import OFFER_VARIABLE, run_beside
 from helmsman.rpc_server._ray_forks.client import FORKED, GREETING
 from helmsman.rpc_server._ray_forks.ray_patches import (
     draws_class_ids_from_system,

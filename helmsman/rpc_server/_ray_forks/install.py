@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from helmsman.rpc_server._process.driver_watch import pidfd_of_this_process
-from helmsman.rpc_server._process.environment import absolute_search_path
-from helmsman.rpc_server._process.guardian import TAG_VARIABLE
-from helmsman.rpc_server._process.safe_files import open_log
+from helmsman._process.driver_watch import pidfd_of_this_process
+from helmsman._process.environment import absolute_search_path
+from helmsman._process.guardian import TAG_VARIABLE
+from helmsman._process.safe_files import open_log
 from helmsman.rpc_server._ray_forks import client as ray_fork_client
 from helmsman.rpc_server._ray_forks.ray_patches import replaced, through_client
 
@@ -31,7 +31,7 @@ _BOOTSTRAP = (
     "import json, sys; sys.path[:] = filter(None, sys.path); "
     "more = [folder for folder in json.loads(sys.argv[1]) if folder not in sys.path]; sys.path += "
     "more; "
-    "run_id, *args = sys.argv[2:]; from helmsman.rpc_server._process.driver_watch import "
+    "run_id, *args = sys.argv[2:]; from helmsman._process.driver_watch import "
     "watch_driver; "
     "watch_driver(int(args[2]), run_id, channel=int(args[1])); "
     "from helmsman.rpc_server._ray_forks.forkserver import main; main(more, args)"

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from helmsman.rpc_server._process.environment import follow_thread_count
+from helmsman._process.environment import follow_thread_count
 from helmsman.rpc_server._ray_forks import client
 
 _COMMAND_OPTION = "--python_worker_command="

@@ -16,12 +16,12 @@ import ssl
 import sys
 import threading
 
-from helmsman._base.door import Door
 from helmsman._base.loops import start_loop
-from helmsman._base.stream import WOULD_BLOCK, Stream
-from helmsman._base.tls import ServerTls
+from helmsman._wire.door import Door
+from helmsman._wire.stream import WOULD_BLOCK, Stream
+from helmsman._wire.tls import ServerTls
+from helmsman._wire.wire import FrameReader, pack_length
 from helmsman.api.refusals import RefusalLog
-from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 _CLOSE_S = 1.0
 _READ_BYTES = 1 << 16

@@ -18,15 +18,13 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from helmsman._base.door import BACKLOG
-from helmsman._base.tls import ServerTls
-from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server._host.host import ReplyFn
-from helmsman.rpc_server._server.authenticated_server import AuthenticatedServer, Connection
-from helmsman.rpc_server._wire.codec import Payload, encode
-from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply, Request
-from helmsman.rpc_server._wire.segments import ShmSegment
-from helmsman.rpc_server._wire.wire import (
+from helmsman._process.ports import RANGE_VARIABLE
+from helmsman._wire.codec import Payload, encode
+from helmsman._wire.door import BACKLOG
+from helmsman._wire.messages import ENGINE_WORK, Reply, Request
+from helmsman._wire.segments import ShmSegment
+from helmsman._wire.tls import ServerTls
+from helmsman._wire.wire import (
     HELLO,
     WELCOME,
     ReplyFrame,
@@ -38,7 +36,9 @@ from helmsman.rpc_server._wire.wire import (
     salvage_request_id,
     to_wire,
 )
-from helmsman.rpc_server.ports import RANGE_VARIABLE
+from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server._host.host import ReplyFn
+from helmsman.rpc_server._server.authenticated_server import AuthenticatedServer, Connection
 
 CHANNEL_BYTES = 1 << 20
 """Between machines, payloads below this size use the channel; larger ones are sent beside it."""

@@ -28,21 +28,21 @@ from typing import Any
 
 import msgspec
 
+from helmsman._process import guardian
+from helmsman._process.child_processes import prepare_for_children
+from helmsman._process.driver_watch import NO_PIDFD
+from helmsman._process.environment import extend_search_path, preload, redirect_output
+from helmsman._process.main_thread import interrupt_engine
+from helmsman._process.pulse import Pulse
+from helmsman._process.safe_files import open_log
+from helmsman._process.stack_dump import offer_stacks
+from helmsman._wire.messages import WorkerIdentity
+from helmsman._wire.wire import FrameReader, pack_length
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.journal import write_to_stderr
 from helmsman.rpc_server._host.threads import share_interpreter
-from helmsman.rpc_server._process import guardian
-from helmsman.rpc_server._process.child_processes import prepare_for_children
-from helmsman.rpc_server._process.driver_watch import NO_PIDFD
-from helmsman.rpc_server._process.environment import extend_search_path, preload, redirect_output
-from helmsman.rpc_server._process.main_thread import interrupt_engine
-from helmsman.rpc_server._process.pulse import Pulse
-from helmsman.rpc_server._process.safe_files import open_log
-from helmsman.rpc_server._process.stack_dump import offer_stacks
 from helmsman.rpc_server._server.channel import ChannelServer, listen_abstract
-from helmsman.rpc_server._wire.messages import WorkerIdentity
-from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 NOTICE_S = 25.0
 """Seconds that a worker continues after a SIGTERM. Preemption grants a process 30 s, as Kubernetes

@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 
-from helmsman._base.auth import connect
-from helmsman._base.stream import Stream
-from helmsman._base.tls import ServerTls, server_tls
-from helmsman.rpc_server._process.pulse import Pulse, map_page, observe
-from helmsman.rpc_server._process.title import set_title
+from helmsman._process.pulse import Pulse, map_page, observe
+from helmsman._process.title import set_title
+from helmsman._wire.auth import connect
+from helmsman._wire.stream import Stream
+from helmsman._wire.tls import ServerTls, server_tls
+from helmsman._wire.wire import LENGTH_BYTES, unpack_length
 from helmsman.rpc_server._server.authenticated_server import AuthenticatedServer, Connection
-from helmsman.rpc_server._wire.wire import LENGTH_BYTES, unpack_length
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

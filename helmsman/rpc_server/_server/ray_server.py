@@ -14,7 +14,19 @@ from typing import Any
 import msgspec
 import ray
 
-from helmsman._base.tls import server_tls
+from helmsman._process import guardian
+from helmsman._process.child_processes import prepare_for_children
+from helmsman._process.environment import extend_search_path, redirect_output
+from helmsman._process.main_thread import runs_on_main_thread
+from helmsman._process.oom import OomCount, oom_count
+from helmsman._process.ports import RANGE_VARIABLE, port_range
+from helmsman._process.pulse import Pulse
+from helmsman._process.safe_files import open_log
+from helmsman._process.stack_dump import offer_stacks
+from helmsman._wire.codec import Payload, decode, encode
+from helmsman._wire.messages import Reply, Request, Verb, WorkerConfig, WorkerIdentity
+from helmsman._wire.segments import SegmentLocation, can_attach
+from helmsman._wire.tls import server_tls
 from helmsman.api.errors import HandleLostError
 from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import ResultHandle, WorkerHealth
@@ -22,21 +34,9 @@ from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.journal import write_to_stderr
 from helmsman.rpc_server._host.threads import share_interpreter
-from helmsman.rpc_server._process import guardian
-from helmsman.rpc_server._process.child_processes import prepare_for_children
-from helmsman.rpc_server._process.environment import extend_search_path, redirect_output
-from helmsman.rpc_server._process.main_thread import runs_on_main_thread
-from helmsman.rpc_server._process.oom import OomCount, oom_count
-from helmsman.rpc_server._process.pulse import Pulse
-from helmsman.rpc_server._process.safe_files import open_log
-from helmsman.rpc_server._process.stack_dump import offer_stacks
 from helmsman.rpc_server._server import channel
 from helmsman.rpc_server._server.observer import start_observer
 from helmsman.rpc_server._server.ray_nodes import RayNodes
-from helmsman.rpc_server._wire.codec import Payload, decode, encode
-from helmsman.rpc_server._wire.messages import Reply, Request, Verb, WorkerConfig, WorkerIdentity
-from helmsman.rpc_server._wire.segments import SegmentLocation, can_attach
-from helmsman.rpc_server.ports import RANGE_VARIABLE, port_range
 
 
 class RayHandleStore:

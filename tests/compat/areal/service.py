@@ -8,7 +8,7 @@ import os
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from helmsman.api.interfaces import own_addresses
+from helmsman._base.interfaces import own_addresses
 
 ADDRESS = next((each for each in own_addresses() if not each.startswith("127.")), "127.0.0.1")
 """The address that AReaL's gethostip finds on a machine with a network."""

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helmsman._base.event_loop import submit
 from helmsman.api import errors
 from helmsman.api.scheduler import Call, Job, Scheduler, Timeouts, WorkerState
-from helmsman.controller._aio.event_loop import submit
-from helmsman.controller._roles.call_all import call_all
+from helmsman.controller._groups.call_all import call_all
 from tests.contract.engines import Counter, Slow
 from tests.contract.helpers import FORMS, LIMIT_S, Engine, Gate, begin_as, held, wait_until
 

@@ -21,9 +21,9 @@ from helmsman.api import errors
 from helmsman.api.batch import Batch
 from helmsman.api.dispatch import Shard
 from helmsman.api.worker_group import ClusterConfig
-from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._worker_groups.cluster_handle import ClusterHandle
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
+from helmsman.controller._groups.cluster import Cluster
+from helmsman.controller._groups.cluster_handle import ClusterHandle
+from helmsman.controller._groups.resource_manager import ResourceManager
 from tests.contract.group_workers import Member
 from tests.contract.groups import ON_CPU
 from tests.contract.helpers import LIMIT_S, ROOT

@@ -9,9 +9,9 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.worker_group import ClusterConfig
+from helmsman.controller._groups.cluster import Cluster
+from helmsman.controller._groups.resource_manager import ResourceManager
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.groups import ON_CPU
 from tests.controller.engines import CountingRollout
 

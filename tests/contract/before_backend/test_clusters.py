@@ -18,8 +18,8 @@ from helmsman.api.dispatch import Replicate, Shard
 from helmsman.api.parts import PerPart
 from helmsman.api.scheduler import Scheduler, WorkerState
 from helmsman.api.worker_group import ClusterConfig
-from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
+from helmsman.controller._groups.cluster import Cluster
+from helmsman.controller._groups.resource_manager import ResourceManager
 from tests.contract.group_workers import (
     AsRecord,
     Frozen,

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from helmsman._base.event_loop import run_sync
 from helmsman.api import errors
 from helmsman.api.scheduler import Call, Job, Scheduler, Timeouts, WorkerState
-from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._roles.call_all import call_all
+from helmsman.controller._groups.call_all import call_all
 from tests.contract.engines import Counter, NeverDestroyed
 from tests.contract.helpers import Engine, Gate, alias_of, held
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from helmsman._base.event_loop import run_sync
 from helmsman.api import errors
 from helmsman.api.scheduler import Call, Job, Scheduler, SchedulingSpec, SchedulingStrategy
-from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._roles.call_all import call_all
+from helmsman.controller._groups.call_all import call_all
 from tests.contract.engines import Counter, Failing, Slow, Unloadable, Unreadable
 from tests.contract.helpers import Engine, Gate, held, wait_until
 

@@ -7,8 +7,8 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.api.worker_group import ClusterConfig
-from helmsman.controller._schedulers.factory import make_scheduler
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
+from helmsman.controller._groups.resource_manager import ResourceManager
+from helmsman.controller._scheduler.factory import make_scheduler
 from tests.contract.group_workers import Member
 from tests.contract.groups import Members
 

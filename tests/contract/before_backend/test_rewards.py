@@ -22,7 +22,7 @@ from helmsman.api.errors import (
     RoleNotFoundError,
 )
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._workflows.reward_pool import RewardPool
+from helmsman.controller._rollout.reward_pool import RewardPool
 from tests.contract.groups import AACT, ACT, MakePool, begin, outcomes, pids
 from tests.contract.helpers import LIMIT_S, Gate
 from tests.contract.reward_functions import Scorer, act

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helmsman._base.interfaces import own_addresses
 from helmsman.api import errors
 from helmsman.api.environment import MASK, MASK_VARIABLE
-from helmsman.api.interfaces import own_addresses
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, answers, wait_until

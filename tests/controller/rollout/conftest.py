@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from helmsman.api.scheduler import Scheduler
-from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._scheduler.factory import make_scheduler
 
 
 @pytest.fixture(scope="package")

@@ -9,9 +9,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
+from helmsman._base.event_loop import background_loop
 from helmsman.api.scheduler import Scheduler
-from helmsman.controller._aio.event_loop import background_loop
-from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._rollout.health import Health, SupervisionPolicy
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.helpers import wait_until
 

@@ -23,20 +23,20 @@ from typing import NamedTuple
 
 import psutil
 
+from helmsman._base.event_loop import background_loop
 from helmsman.api.errors import HelmsmanError, RequestDeadlineError
 from helmsman.api.generation import GenerationResult
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
-from helmsman.controller._aio.event_loop import background_loop
-from helmsman.controller._generation.health import Health, SupervisionPolicy
-from helmsman.controller._generation.request import RequestOptions, RequestState
-from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.health import Health, SupervisionPolicy
+from helmsman.controller._rollout.request import RequestOptions, RequestState
+from helmsman.controller._rollout.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._scheduler.factory import make_scheduler
 from helmsman.rpc_server._host.threads import task_stack
 from helmsman.testing import Fault, FaultPlan, Hang, Kill
 from tests.contract.helpers import wait_until
-from tests.unit.controller.generation.invariants import end_of
-from tests.unit.controller.generation.pure_rollout import MAX_NEW_TOKENS, make_request, tokens_of
+from tests.unit.controller.rollout.invariants import end_of
+from tests.unit.controller.rollout.pure_rollout import MAX_NEW_TOKENS, make_request, tokens_of
 
 NUM_WORKERS = 8
 MOST_WORKERS = 10
@@ -82,7 +82,7 @@ class Soak:
         self.gap_divisor = gap_divisor
         self.rollout = RolloutController(
             scheduler,
-            "tests.unit.controller.generation.pure_rollout.PureRollout",
+            "tests.unit.controller.rollout.pure_rollout.PureRollout",
             Job(role="rollout", replicas=NUM_WORKERS, tasks=[SchedulingSpec(cpu=0.1)]),
             engine_args=(PAUSE_S,),
             max_in_flight_per_worker=16,

@@ -22,8 +22,8 @@ from helmsman.api.errors import (
 )
 from helmsman.api.generation import GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy
-from helmsman.controller._generation.health import Health, SupervisionPolicy
-from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.health import Health, SupervisionPolicy
+from helmsman.controller._rollout.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.helpers import Gate, wait_gone, wait_until

@@ -15,8 +15,8 @@ from helmsman.api.errors import (
     WorkerNotFoundError,
 )
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.health import Health
+from helmsman.controller._rollout.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.helpers import wait_until
 from tests.controller.rollout.helpers import (

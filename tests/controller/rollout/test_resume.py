@@ -9,9 +9,9 @@ import torch
 
 from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._generation.routing import RoundRobin
 from helmsman.controller._rollout.request_api import samples_of
 from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._rollout.routing import RoundRobin
 from helmsman.engines._models.model import build_model
 from tests.contract.helpers import wait_until
 from tests.engines.small_models import QWEN2, random_tokens

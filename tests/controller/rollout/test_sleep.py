@@ -11,7 +11,7 @@ import pytest
 
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._generation.health import Health
+from helmsman.controller._rollout.health import Health
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.helpers import wait_until
 from tests.controller.rollout.helpers import (

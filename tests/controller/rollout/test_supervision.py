@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from helmsman._base.event_loop import submit
 from helmsman.api.errors import GroupCallError, HelmsmanError, InstanceLostError, WorkerFailedError
 from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from helmsman.controller._aio.event_loop import submit
-from helmsman.controller._generation.health import Health, SupervisionPolicy
-from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.health import Health, SupervisionPolicy
+from helmsman.controller._rollout.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.engines import release_interpreter
 from tests.contract.helpers import stop, wait_until

@@ -25,9 +25,9 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.scheduler import Job, SchedulingStrategy
-from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._rollout.health import Health, SupervisionPolicy
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.controller._scheduler.local import LocalScheduler
 from helmsman.controller._training.recovery import RecoverableTraining
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.engines import release_interpreter

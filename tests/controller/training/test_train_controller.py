@@ -10,7 +10,7 @@ import torch
 
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, WorkerFailedError
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._roles.call_all import is_communication_error
+from helmsman.controller._groups.call_all import is_communication_error
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._training.ranks import sample_lengths, split_by_tokens
 from helmsman.controller._training.train_controller import TrainController

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from helmsman._process.ports import PortLeases
 from helmsman.api.errors import ServerStartError
 from helmsman.engines._server.process import ServerProcess
 from helmsman.engines._server.protocol import ServerConfig
 from helmsman.engines._server.weights import make_exchange, warn_without_room
 from helmsman.engines.server_engine import ServerEngine
-from helmsman.rpc_server.ports import PortLeases
 from tests.engines.little_servers import PROGRAM, engine_of, write_model
 
 LIMIT_S = 30.0

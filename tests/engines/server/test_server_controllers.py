@@ -21,7 +21,7 @@ from helmsman import (
     SupervisionPolicy,
 )
 from helmsman.api.errors import HelmsmanError
-from helmsman.controller._generation.health import Health
+from helmsman.controller._rollout.health import Health
 from tests.contract.helpers import wait_until
 from tests.engines.little_servers import PROGRAM, continuation, fields, tensors_of, write_model
 from tests.engines.preload import PRELOAD

@@ -9,13 +9,13 @@ from ray.cluster_utils import Cluster
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._ray_backend.cluster_state import choose_address
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.cluster_state import choose_address
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.multinode.conftest import Nodes
 
 
 def test_channel_port_of_ray_workers(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
+    monkeypatch.setattr("helmsman.controller._scheduler.ray.transport.HAS_SEGMENTS", False)
     ranged = {
         "num_cpus": 1,
         "resources": {"ranged": 1},

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.multinode.command_line import Helmsman, helmsman
 from tests.multinode.conftest import Nodes
 

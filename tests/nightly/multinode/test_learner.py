@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine

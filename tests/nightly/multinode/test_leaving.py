@@ -11,8 +11,8 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._generation.health import Health
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._rollout.health import Health
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_until
 from tests.multinode.conftest import Nodes, gpu_node

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.multinode.conftest import Nodes, gpu_node
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job
-from helmsman.controller._ray_backend import placement_groups
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray import placement_groups
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.multinode.jobs import cpu_spec, devices_of
 
 pytestmark = pytest.mark.usefixtures("left_as_found")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from helmsman.api.worker_group import ClusterConfig
-from helmsman.controller._ray_backend.scheduler import RayScheduler
-from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
+from helmsman.controller._groups.cluster import Cluster
+from helmsman.controller._groups.resource_manager import ResourceManager
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.contract.group_workers import Member
 from tests.multinode.conftest import Nodes, npu_node
 

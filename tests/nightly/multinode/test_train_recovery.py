@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from helmsman.controller._training.recovery import RecoverableTraining, RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.helpers import wait_until

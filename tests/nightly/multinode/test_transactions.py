@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from helmsman._base.event_loop import submit
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.event_loop import submit
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from tests.contract.helpers import wait_until
 from tests.multinode.conftest import Nodes
 from tests.multinode.contender import LIMIT_S as CONTENDER_LIMIT_S
@@ -35,8 +35,8 @@ def test_remove_group_in_flight(nodes: Nodes, run: RayScheduler) -> None:
     """A removal waits for the request in flight: otherwise the node would keep the bundle."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from helmsman.controller._ray_backend import cluster_state
-    from helmsman.controller._ray_backend import placement_groups as ours
+    from helmsman.controller._scheduler.ray import cluster_state
+    from helmsman.controller._scheduler.ray import placement_groups as ours
 
     large = next(each.node_id for each in run.nodes() if each.num_devices == 8)
     node = next(each for each in nodes.cluster.worker_nodes if each.node_id == large)
@@ -87,7 +87,7 @@ def test_remove_group_in_flight(nodes: Nodes, run: RayScheduler) -> None:
 
 
 def _progress(group: Any) -> Any:
-    from helmsman.controller._ray_backend import cluster_state
+    from helmsman.controller._scheduler.ray import cluster_state
 
     return cluster_state.group_progress([group.id.hex()])[group.id.hex()]
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._scheduler.factory import make_scheduler
 from tests.processes import command_of
 
 ray = pytest.importorskip("ray")

@@ -18,15 +18,14 @@ from typing import Any
 import psutil
 import pytest
 
-from helmsman._base import auth
+from helmsman._wire import auth, wire
+from helmsman._wire.codec import encode
+from helmsman._wire.messages import Reply, Request, Verb
+from helmsman._wire.wire import WirePayload, to_wire
 from helmsman.api.errors import CodecError, ProtocolError, WorkerFailedError
 from helmsman.api.scheduler import Job
-from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.controller._scheduler.local import LocalScheduler
 from helmsman.rpc_server._server.channel import ChannelServer
-from helmsman.rpc_server._wire import wire
-from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.wire import WirePayload, to_wire
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 

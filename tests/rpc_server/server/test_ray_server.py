@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("ray", reason="its workers are Ray actors")
 
+from helmsman._wire.messages import WorkerConfig
 from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.scheduler import Job
-from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._scheduler.ray.scheduler import RayScheduler
 from helmsman.rpc_server._server.ray_server import worker_ports_of
-from helmsman.rpc_server._wire.messages import WorkerConfig
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held
 
@@ -123,7 +123,7 @@ def test_worker_ports_of_raylet(options: list[bytes], expected: range | None) ->
 def test_remote_worker_listens_on_port_range(
     scheduler: RayScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
+    monkeypatch.setattr("helmsman.controller._scheduler.ray.transport.HAS_SEGMENTS", False)
     (worker,) = scheduler.create_workers(Job(role="far"))
     transport: Any = scheduler._roles.client(worker).transport
     assert FIRST_PORT <= transport._socket.getpeername()[1] <= LAST_PORT

@@ -11,7 +11,7 @@ from helmsman.api.errors import CallTimeoutError, WorkerNotFoundError
 from helmsman.api.scheduler import PreemptionNotice, WorkerHealth
 from helmsman.api.supervision import Monitor, ProbePolicy, Report, RestartBudget, Sign, Watch
 from tests.controller.fakes import make_death
-from tests.unit.controller.generation.backends import virtually
+from tests.unit.controller.rollout.backends import virtually
 
 
 class Probes(ProbePolicy, frozen=True, kw_only=True):

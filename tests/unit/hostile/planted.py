@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from helmsman.controller._node.run_registry import UP, RunRecord, user_dir
+from helmsman.controller._scheduler.run_registry import UP, RunRecord, user_dir
 
 ATTACKER = 65_534
 RUN_ID = "0123456789"

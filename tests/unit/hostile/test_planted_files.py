@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
+from helmsman._cli import main
+from helmsman._cluster.up import run_folder
 from helmsman.api.errors import BootstrapExit, UntrustedPathError
-from helmsman.controller._bootstrap.up import run_folder
-from helmsman.controller._node.run_registry import UP, RunLock, read_runs, user_dir
-from helmsman.controller.cli import main
+from helmsman.controller._scheduler.run_registry import UP, RunLock, read_runs, user_dir
 from tests.unit.hostile.planted import (
     ATTACKER,
     NEEDS_ROOT,

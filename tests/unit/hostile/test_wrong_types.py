@@ -11,11 +11,11 @@ import pytest
 from helmsman import InlineScheduler, Job, Scheduler
 from helmsman.api.scheduler import EngineSpec
 from helmsman.api.worker_group import ClusterConfig
+from helmsman.controller._groups.cluster import Cluster
+from helmsman.controller._groups.resource_manager import ResourceManager
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._training.train_controller import TrainController
-from helmsman.controller._weight_sync.sync import WeightSync
-from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
+from helmsman.controller._weights.sync import WeightSync
 from tests.contract.engines import Counter
 from tests.controller.engines import CountingRollout, RecordingTrainer
 from tests.unit.hostile.wrong_values import NAN, OF_SCHEDULER, WORKER, Wrong, assert_refuses

@@ -11,7 +11,7 @@ import pytest
 
 from helmsman.api.errors import FaultsUnsupportedError
 from helmsman.api.scheduler import Job
-from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._scheduler.factory import make_scheduler
 from helmsman.testing import Fault, FaultPlan, Hang, Kill
 from tests.controller.fakes import FakeScheduler
 

@@ -12,13 +12,13 @@ import pytest
 
 from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult
-from helmsman.controller._generation.routing import (
+from helmsman.controller._rollout.generate_scheduler import GenerateScheduler
+from helmsman.controller._rollout.routing import (
     LeastOutstandingTokens,
     PrefixAffinity,
     RoundRobin,
     RoutingPolicy,
 )
-from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.testing import (
     EngineModel,
     Lengths,
@@ -27,7 +27,7 @@ from helmsman.testing import (
     log_normal_lengths,
     run_virtually,
 )
-from tests.unit.controller.generation.backends import make_request, settle, virtually, waits
+from tests.unit.controller.rollout.backends import make_request, settle, virtually, waits
 
 MODEL = EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001)
 """A step takes 0.03 s alone, 0.04 s for two, 0.05 s for three."""

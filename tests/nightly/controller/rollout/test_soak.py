@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.controller._generation.request import RequestState
+from helmsman.controller._rollout.request import RequestState
 from tests.controller.rollout.soak import run_and_check
 
 NUM_REQUESTS = 20_000 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 6_000

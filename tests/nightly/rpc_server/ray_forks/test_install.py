@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from helmsman._process.guardian import wait_until
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.rpc_server._process.guardian import wait_until
 from helmsman.rpc_server._ray_forks.client import GREETING, request
 from tests.processes import command_of
 from tests.rpc_server.ray_forks.cluster import Actor, cluster, forkserver, ray

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from helmsman._base.event_loop import Deadline
 from helmsman.api import errors
 from helmsman.api.plan import Plan, Shortfall
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._placement.admission import advise, busy, require_feasible
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ClusterSnapshot

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from helmsman._process.observation import memory_allowed
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from helmsman.controller._node.observation import memory_allowed
-from helmsman.controller._schedulers.inline import InlineScheduler
-from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.controller._scheduler.inline import InlineScheduler
+from helmsman.controller._scheduler.local import LocalScheduler
 
 SCHEDULERS = pytest.mark.parametrize("make", [LocalScheduler, InlineScheduler])
 

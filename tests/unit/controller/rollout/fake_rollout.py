@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from helmsman._base.event_loop import run_sync
 from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler

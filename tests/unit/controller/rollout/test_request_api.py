@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helmsman._base.event_loop import background_loop
 from helmsman.api.errors import (
     EngineCallError,
     GroupCallError,
@@ -16,7 +17,6 @@ from helmsman.api.errors import (
     RequestsInFlightError,
 )
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.controller._aio.event_loop import background_loop
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.testing.contract_tools import wait_until
 from tests.controller.engines import CountingRollout

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from helmsman._base.event_loop import background_loop
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, WorkerFailedError
 from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.event_loop import background_loop
-from helmsman.controller._generation.health import Health
+from helmsman.controller._rollout.health import Health
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helmsman._base.group_keys import KEY_VARIABLE
+from helmsman._wire.group_keys import KEY_VARIABLE
 from helmsman.api.errors import (
     CheckpointError,
     EngineCallError,

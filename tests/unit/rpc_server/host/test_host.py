@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from helmsman._wire.codec import Payload, decode, encode
+from helmsman._wire.messages import CallState, Reply, Request, Verb, WorkerIdentity
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import EngineCallError
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
-from helmsman.rpc_server._wire.codec import Payload, decode, encode
-from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, WorkerIdentity
 from tests.controller.engines import CountingRollout
 
 LIMIT_S = 30.0

@@ -15,13 +15,13 @@ from typing import NoReturn
 
 import pytest
 
-from helmsman._base.auth import connect
+from helmsman._wire.auth import connect
+from helmsman._wire.messages import WorkerIdentity
 from helmsman.rpc_server._host import connectivity
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.threads import EngineLoop
 from helmsman.rpc_server._server.channel import ChannelServer, abstract_address, listen_abstract
-from helmsman.rpc_server._wire.messages import WorkerIdentity
 
 LIMIT_S = 30.0
 KEY = b"k" * 32

@@ -1,0 +1,1 @@
+"""`helmsman up`, `initialize`, and the checks of a node."""

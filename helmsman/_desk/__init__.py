@@ -1,0 +1,1 @@
+"""The operator's desk: observes a run, and explains it to `helmsman status`, `why` and others."""

@@ -1,0 +1,1 @@
+"""Bytes between script and workers: codec, frames, segments, session, authentication, TLS."""

@@ -1,1 +1,0 @@
-"""The driver's background event loop and deadlines."""

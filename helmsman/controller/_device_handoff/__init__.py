@@ -1,1 +1,0 @@
-"""Hand-over of devices between a trainer and a rollout that share them."""

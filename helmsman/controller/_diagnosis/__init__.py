@@ -1,1 +1,0 @@
-"""Diagnoses of a run: pure functions over two snapshots; see `helmsman why`."""

@@ -1,1 +1,0 @@
-"""Scheduler of generation requests, and supervision of the instances that serve them."""

@@ -1,0 +1,1 @@
+"""Calls on all workers of a role; Cluster, dispatch, ResourceManager."""

@@ -1,1 +1,0 @@
-"""Facts about this machine: devices, environment, launchers, health checks, records of runs."""

@@ -1,0 +1,1 @@
+"""The script's end of a worker: connection, pending calls, deadlines, health."""

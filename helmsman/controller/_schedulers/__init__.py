@@ -1,1 +1,0 @@
-"""Schedulers: the shared base, the role registry, and the local and inline backends."""

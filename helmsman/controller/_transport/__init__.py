@@ -1,1 +1,0 @@
-"""Calls from the driver to its workers: connections, pending calls, fan-out, health checks."""

@@ -1,1 +1,0 @@
-"""Checks of arguments that users pass."""

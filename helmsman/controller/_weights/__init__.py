@@ -1,0 +1,1 @@
+"""The script's half of a weight sync."""

@@ -1,1 +1,0 @@
-"""Worker groups with declared dispatch, and the allocator of nodes."""

@@ -1,1 +1,0 @@
-"""Agent workflows: episodes, batch policies and rewards."""

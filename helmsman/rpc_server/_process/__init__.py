@@ -1,1 +1,0 @@
-"""The worker as an operating-system process: end with the driver, ports, heartbeats, files."""

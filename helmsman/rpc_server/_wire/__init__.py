@@ -1,1 +1,0 @@
-"""Bytes between driver and worker: messages, codec, frames, encryption, authentication."""
