@@ -9,12 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import size
 from tests.unit.test_imports import ROOT, SOURCES, imports_of, module_name, tree_of
 
 MAX_LINES = 800
 MAX_METHODS = 40
 MAX_DEPTH = 2
 """Limit of our classes in a chain of inheritance, not counting contracts."""
+
+BUDGETS = {"helmsman": 50_700, "tests": 57_700}
+"""Limits of the lines of code, which fall with each removal. A commit that raises one says why."""
+MAX_SHARE = 0.15
+"""Limit of a room's share of the code; the engines may be larger."""
 
 FACADES = {"helmsman/api/scheduler.py", "helmsman/controller/_rollout/rollout_controller.py"}
 """Modules whose docstrings do not count as lines, since they are the API reference."""
@@ -105,6 +111,14 @@ def test_modules_max_lines() -> None:
         facade = num_docstring_lines(tree_of(path)) if name in FACADES else 0
         lines[name] = len(path.read_text().splitlines()) - facade
     assert not {name: n for name, n in lines.items() if n > MAX_LINES}
+
+
+def test_code_within_budgets() -> None:
+    rooms = size.sizes()
+    found = {"tests": rooms.pop("tests"), "helmsman": sum(rooms.values())}
+    assert not {name: n for name, n in found.items() if n > BUDGETS[name]}
+    del rooms["helmsman/engines"]
+    assert not {name: n for name, n in rooms.items() if n > MAX_SHARE * found["helmsman"]}
 
 
 def test_examples_max_lines() -> None:
