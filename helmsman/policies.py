@@ -1,4 +1,4 @@
-"""Policies for routing requests, retrying calls and replacing workers."""
+"""Policies for routing requests, retrying those of lost instances, and replacing workers."""
 
 from helmsman.controller._rollout.health import SupervisionPolicy as SupervisionPolicy
 from helmsman.controller._rollout.retries import RetryGeneration as RetryGeneration

@@ -1,4 +1,4 @@
-"""Ends a worker's family: the processes that the worker started, directly or through its children.
+"""Ends the processes that a worker leaves behind: its family, which it or its children started.
 
 Every process of a family bears the worker's mark, a resource limit. Fork and exec inherit it, and a
 new session, an empty environment or closed descriptors do not remove it. Where the kernel rejects

@@ -1,1 +1,1 @@
-"""Driver side of Helmsman: schedulers, controllers and the command line."""
+"""Driver side of Helmsman: the scheduler, and the controllers of training and rollouts."""

@@ -1,1 +1,1 @@
-"""Worker side: processes, engine host, authenticated servers and wire format."""
+"""Worker side: the engine host, its authenticated servers, and the forkservers."""

@@ -1,4 +1,4 @@
-"""Allocators, which plan, reserve and free places for workers."""
+"""Allocators, which reserve and free the places that planner.plan_jobs has chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Chooses node and devices of every rank, or explains why it cannot; needs no Ray and no clock."""
+"""Chooses node and devices of every rank, or explains why it cannot; needs no Ray and no clock.
+
+On Ray, the ids of devices are those that Ray grants on the chosen node.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EpisodeRunner: runs one async user function per episode on one event loop, and forms batches.
+"""EpisodeRunner: episodes and their batches on one event loop; the part of WorkflowExecutor.
 
 Time is the loop's clock, so that batch policies can be tested on a virtual clock
 (helmsman.testing.run_virtually).

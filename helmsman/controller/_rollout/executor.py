@@ -1,4 +1,4 @@
-"""WorkflowExecutor: runs one async user function per episode, concurrently, and forms batches."""
+"""WorkflowExecutor: runs an EpisodeRunner in a thread, for scripts that block for batches."""
 
 from __future__ import annotations
 

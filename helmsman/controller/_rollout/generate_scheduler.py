@@ -1,4 +1,4 @@
-"""GenerateScheduler: owns every generation request from its submission until it ends.
+"""GenerateScheduler: accepts, aborts and suspends requests, on a RequestFlow that moves them.
 
 Everything here runs on one event loop, so there are no locks; conditions checked before an
 ``await`` are checked again after it. Time is the loop's clock, so the same code runs on a virtual

@@ -1,4 +1,4 @@
-"""InstancePool: adds, removes and rebuilds rollout instances while requests run."""
+"""InstancePool: adds and removes rollout instances, and rebuilds those that Supervisor names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RequestFlow: moves requests between the queue and the instances, until they end."""
+"""RequestFlow: moves each request from the queue to an instance, and on to its one end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that decide whether a request is retried after its instance was lost."""
+"""Policies that decide whether a request of a lost instance is retried; RequestFlow asks them."""
 
 from __future__ import annotations
 

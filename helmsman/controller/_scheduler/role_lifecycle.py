@@ -1,7 +1,7 @@
 """Atomic starts of roles, and restarts, growth and removal of running ones.
 
 Either all jobs of a start are ready and published, or nothing of them remains. A restarted worker
-keeps its id; no id is assigned twice. ``roles.stop_roles`` ends workers.
+keeps its id; no id is assigned twice. ``worker_end.stop_roles`` ends workers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from helmsman.controller._scheduler.roles import (
     by_id,
     not_found,
     rank_of,
-    stop_roles,
 )
 from helmsman.controller._scheduler.transport.client import WorkerClient
+from helmsman.controller._scheduler.worker_end import stop_roles
 
 _COMMAND_ENGINE = "helmsman._process.command.CommandEngine"
 

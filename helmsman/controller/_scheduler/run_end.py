@@ -12,8 +12,9 @@ from helmsman.api.scheduler import Scheduler
 from helmsman.controller._scheduler.backend import Backend, Run
 from helmsman.controller._scheduler.calls import ValueStore
 from helmsman.controller._scheduler.driver_log import script_failure, story
-from helmsman.controller._scheduler.roles import Role, RoleRegistry, stop_roles
+from helmsman.controller._scheduler.roles import Role, RoleRegistry
 from helmsman.controller._scheduler.run_registry import RunLock
+from helmsman.controller._scheduler.worker_end import stop_roles
 
 log = logging.getLogger(__name__)
 

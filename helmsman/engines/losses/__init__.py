@@ -1,6 +1,7 @@
 """Losses as pure functions, as described by ``helmsman.api.engines.LossFn``.
 
-docs/training.md lists them. A new one goes into ``policy`` or ``supervised``, and into ``LOSSES``.
+docs/training.md lists them. A new one goes into ``policy`` or ``supervised``, into ``LOSSES``,
+and into ``LOSS_NAMES`` of train_config. One of your own needs none of this: give its function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Policy losses: the clipped objective of PPO and its relatives.
+"""Policy losses: the clipped objective of PPO and its relatives; LOSSES has the names of all.
 
 Advantages come from groups (GRPO) or a critic (PPO). All losses read ``advantages`` and
 ``logprobs`` (of the policy that generated the tokens) and take the same regularizers. Sums are over

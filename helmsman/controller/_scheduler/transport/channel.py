@@ -1,4 +1,7 @@
-"""The controller's end of a worker's channel, which reconnects when its socket is lost."""
+"""The controller's end of a worker's channel, which reconnects when its socket is lost.
+
+If that fails for RECONNECT_S, all calls of the worker fail by WorkerFailedError.
+"""
 
 from __future__ import annotations
 
