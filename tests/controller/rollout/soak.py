@@ -99,6 +99,8 @@ class Soak:
         self.ends: Counter[RequestState] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.problems: list[str] = []
+        self.num_submitted = 0
+        """Number of the newest request."""
         self.changed = threading.Condition()
         self.sizes: list[tuple[int, int]] = []
         """Bytes in memory and objects of this process, at each quarter."""
@@ -119,6 +121,7 @@ class Soak:
         )
         cancels = source.random() < 0.01
         request = Request(number, length, self.complete)
+        self.num_submitted = number
         future = self.rollout.submit(make_request(f"r{number}", number, length), None, options)
         future.add_done_callback(lambda future: self.ended(request, future))
         if cancels:
@@ -188,7 +191,9 @@ class Soak:
         self.inject(Hang(self.worker(source), at_step=0, seconds=source.choice((None, 0.7))))
 
     def abort(self, source: random.Random, at: int) -> None:
-        numbers = [source.randrange(at, at + 300) for _ in range(source.choice((1, 5, 30)))]
+        """Abort some of the requests that are open now."""
+        newest = self.num_submitted
+        numbers = [max(0, newest - source.randrange(60)) for _ in range(source.choice((5, 30)))]
         self.outcomes["requests aborted"] += self.rollout.abort(
             [f"r{number}" for number in numbers]
         )
