@@ -8,6 +8,7 @@ import http.server
 import secrets
 import socket
 import socketserver
+import sys
 import threading
 import urllib.parse
 from collections.abc import Callable, Collection
@@ -67,6 +68,11 @@ class TokenServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         self.keep(request)
         super().shutdown_request(request)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of an error, unless the peer has left."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
     def keep(self, request: Any) -> None:
         """Exempt a connection from the limit, such as one whose peer has shown a token."""
         with self._lock:
@@ -87,9 +93,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if is_here and hmac.compare_digest(given.encode(), self.server.token.encode()):
             self.server.keep(self.connection)
             try:
-                self._send(200, *self.server.answer(path, values))
+                found = 200, *self.server.answer(path, values)
             except (HelmsmanError, OSError) as error:
-                self._send(404, "text/plain", str(error).encode())
+                found = 404, "text/plain", str(error).encode()
+            self._send(*found)
         else:
             text = f"The address needs the token that {self.server.command} printed."
             self._send(403, "text/plain", text.encode())
