@@ -19,7 +19,12 @@ from helmsman.engines._train.batching import (
     group_samples,
     make_micro_batch,
 )
-from helmsman.engines._train.parallel import ParallelMesh, begin_backward, whole_pass
+from helmsman.engines._train.parallel import (
+    ParallelMesh,
+    begin_backward,
+    cast_parameters,
+    whole_pass,
+)
 from helmsman.engines._train.sharded_model import ModelTraits
 from helmsman.engines.losses import LossCall
 from helmsman.engines.train_config import TrainConfig
@@ -71,6 +76,23 @@ class ModelRunner:
             **({"num_pairs": num_samples // 2} if loss.traits.paired else {}),
         }
         num_units = counts.get("num_pairs", num_tokens)
+        with cast_parameters(self._model(), self._traits.compute_dtype):
+            sums, error = self._passes(micro_batches, loss, num_units)
+        with failing_together("the loss"):
+            if error is not None:
+                raise error
+        totals: dict[str, float] = {}
+        own = {name: float(value) for name, value in sums.items()}
+        for rank_sums in gather_objects(own)[:: self._mesh.layout.model_size]:
+            for name, value in rank_sums.items():
+                totals[name] = totals.get(name, 0.0) + value
+        averages = {name: value / num_units for name, value in totals.items()}
+        return {**averages, **{name: float(count) for name, count in counts.items()}}
+
+    def _passes(
+        self, micro_batches: Sequence[MicroBatch], loss: LossCall, num_units: int
+    ) -> tuple[dict[str, torch.Tensor], Exception | SystemExit | None]:
+        """Return the sums of this rank's statistics, and the error of its loss, if any."""
         sums: dict[str, torch.Tensor] = {}
         error: Exception | SystemExit | None = None
         for number, on_host in enumerate(micro_batches, start=1):
@@ -100,16 +122,7 @@ class ModelRunner:
                     # FSDP averages gradients over its ranks, but the loss is a sum over all ranks
                     # divided by the global number of tokens (pairs).
                     (total * (self._mesh.data.size() / num_units)).backward()
-        with failing_together("the loss"):
-            if error is not None:
-                raise error
-        totals: dict[str, float] = {}
-        own = {name: float(value) for name, value in sums.items()}
-        for rank_sums in gather_objects(own)[:: self._mesh.layout.model_size]:
-            for name, value in rank_sums.items():
-                totals[name] = totals.get(name, 0.0) + value
-        averages = {name: value / num_units for name, value in totals.items()}
-        return {**averages, **{name: float(count) for name, count in counts.items()}}
+        return sums, error
 
     def forward(self, samples: Sequence[Columns]) -> list[torch.Tensor]:
         """Compute the log-probabilities or values of each sample's tokens: (T,) float32, on host.
@@ -117,12 +130,14 @@ class ModelRunner:
         Raises ValueError if the ranks of a model-parallel group have different samples.
         """
         results = [torch.empty(0)] * len(samples)
-        for micro_batch in self._make_micro_batches(samples)[0]:
-            outputs = self._outputs(micro_batch.to(self._device)).cpu()
-            for index, length, row in zip(
-                micro_batch.indices, micro_batch.lengths, outputs, strict=False
-            ):
-                results[index] = row[:length].clone()
+        micro_batches = self._make_micro_batches(samples)[0]
+        with cast_parameters(self._model(), self._traits.compute_dtype):
+            for micro_batch in micro_batches:
+                outputs = self._outputs(micro_batch.to(self._device)).cpu()
+                for index, length, row in zip(
+                    micro_batch.indices, micro_batch.lengths, outputs, strict=False
+                ):
+                    results[index] = row[:length].clone()
         self._model()  # outputs of aborted collectives would be arbitrary
         return results
 

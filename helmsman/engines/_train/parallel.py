@@ -17,6 +17,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch
@@ -212,9 +213,11 @@ def begin_backward(model: nn.Module, *, is_last: bool, reshard_after_backward: b
     """Choose the communication of one micro-batch's backward pass; the last one completes the sum.
 
     Replicas sum their gradients once, in the last one, instead of once per micro-batch. The last
-    one also frees gathered parameters, which would not see the optimizer's step.
+    one also frees gathered parameters, which would not see the optimizer's step. The model of a
+    single rank is not sharded, and has none.
     """
-    assert isinstance(model, FSDPModule)
+    if not isinstance(model, FSDPModule):
+        return
     # torch before 2.13 would lose the sums of parameters that the last one does not use.
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_requires_all_reduce(is_last)
@@ -223,7 +226,7 @@ def begin_backward(model: nn.Module, *, is_last: bool, reshard_after_backward: b
 
 @contextlib.contextmanager
 def whole_pass(model: nn.Module) -> Iterator[None]:
-    """Guard a forward or backward pass: after an error, reset FSDP's state.
+    """Guard a forward or backward pass of a model: after an error, reset FSDP's state.
 
     Otherwise FSDP would treat the next backward pass as part of the failed one, and skip the
     gradients that it reduces at the end: those of the embeddings.
@@ -231,12 +234,41 @@ def whole_pass(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # FSDP would add gradients of still gathered parameters to the next ones.
-        model.zero_grad(set_to_none=True)
+        if isinstance(model, FSDPModule):
+            # FSDP would add gradients of still gathered parameters to the next ones.
+            model.zero_grad(set_to_none=True)
         if hasattr(model, "reset_iter_state"):
             # Since torch 2.13; with an older one, the engine must be rebuilt after the error.
             model.reset_iter_state()  # type: ignore[operator]
         raise
+
+
+@contextlib.contextmanager
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Compute in ``dtype`` during the block, as FSDP does; for a model that FSDP does not shard.
+
+    Modules hold casts of their floating-point parameters meanwhile. Gradients reach the parameters
+    themselves through these casts, in the parameters' type, as often as the block goes backward.
+    """
+    if isinstance(model, FSDPModule):
+        yield
+        return
+    places = [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype
+    ]
+    casts: dict[nn.Parameter, Any] = {}
+    try:
+        for parameters, name, parameter in places:
+            if parameter not in casts:  # tied ones are cast once
+                casts[parameter] = parameter.to(dtype)
+            parameters[name] = casts[parameter]
+        yield
+    finally:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
 
 
 def reshard(model: nn.Module) -> None:
@@ -264,7 +296,8 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float | None
         norms = torch.stack(torch._foreach_norm(shards)).cpu().double()
         weights = torch.tensor([1.0 / _num_copies(grad) for grad in grads], dtype=torch.float64)
         total = (norms.square() * weights).sum()
-    dist.all_reduce(total)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
     norm = math.sqrt(total) if total >= 0 else math.nan
     # The same formula as in torch's clip_grad_norm_, which multiplies by 1, too.
     if shards and limit is not None and math.isfinite(norm) and limit < norm + 1e-6:

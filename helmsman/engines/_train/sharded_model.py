@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -31,6 +32,7 @@ class ModelTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Layout of the rows that a sharded model takes and of the logits that it returns."""
 
     batching: Batching
+    compute_dtype: torch.dtype
     uses_row_attention: bool
     """Whether attention takes the layout of packed or context-parallel rows (RowShape)."""
     has_sharded_logits: bool
@@ -47,23 +49,24 @@ def build_sharded_model(
         RuntimeError: Another rank failed.
     """
     with failing_together("building the model"):
-        dtype = resolve_dtype(config.compute_dtype) if config.frozen else torch.float32
-        model, deferred = _build(config, dtype)
+        compute_dtype = resolve_dtype(config.compute_dtype)
+        model, deferred = _build(config, compute_dtype if config.frozen else torch.float32)
         model.requires_grad_(not config.frozen)
-        plan, traits = _prepare(model, config)
-    policy = MixedPrecisionPolicy(
-        param_dtype=resolve_dtype(config.compute_dtype),
-        reduce_dtype=resolve_dtype(config.reduce_dtype),
-    )
-    shard_model(
-        model,
-        mesh,
-        plan,
-        policy,
-        reshard_after_forward=config.reshard_after_forward,
-        offload_policy=offload_policy(config.offload),
-        num_prefetched_layers=config.num_prefetched_layers,
-    )
+        plan, traits = _prepare(model, config, compute_dtype)
+    # A single rank has nothing to gather or to sum; FSDP would copy every parameter and gradient.
+    if dist.get_world_size() > 1 or config.offload == "all":
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=resolve_dtype(config.reduce_dtype)
+        )
+        shard_model(
+            model,
+            mesh,
+            plan,
+            policy,
+            reshard_after_forward=config.reshard_after_forward,
+            offload_policy=offload_policy(config.offload),
+            num_prefetched_layers=config.num_prefetched_layers,
+        )
     if deferred is not None:
         with failing_together("reading the model's weights"):
             deferred.read(torch.device("cpu") if config.offload == "all" else device)
@@ -84,7 +87,9 @@ def _build(config: TrainConfig, dtype: torch.dtype) -> tuple[nn.Module, Deferred
     return build_model(given, seed=seed, dtype=dtype, head=head), None
 
 
-def _prepare(model: nn.Module, config: TrainConfig) -> tuple[TensorPlan | None, ModelTraits]:
+def _prepare(
+    model: nn.Module, config: TrainConfig, compute_dtype: torch.dtype
+) -> tuple[TensorPlan | None, ModelTraits]:
     """Validate the parallel layout against the model, and modify the model before sharding."""
     of_model: Any = model.config
     tensor_size, context_size = config.tensor_parallel_size, config.context_parallel_size
@@ -109,6 +114,7 @@ def _prepare(model: nn.Module, config: TrainConfig) -> tuple[TensorPlan | None, 
     )
     return plan, ModelTraits(
         batching=batching,
+        compute_dtype=compute_dtype,
         uses_row_attention=packing or context_size > 1,
         has_sharded_logits=plan is not None and plan.has_sharded_logits,
     )

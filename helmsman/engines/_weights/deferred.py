@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
@@ -102,6 +103,8 @@ class DeferredModel:
         """
         buffers = list(_other_buffers(self.model))
         self.model.to_empty(device=device)
+        if not isinstance(self.model, FSDPModule):  # which keeps tied parameters tied
+            self.model.tie_weights()  # type: ignore[operator]
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
         if not self._sources:

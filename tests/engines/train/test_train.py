@@ -15,12 +15,14 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from helmsman.engines.train import FSDPTrainEngine, TrainConfig  # type: ignore[attr-defined]
 from tests.engines.conftest import Make
 from tests.engines.ranks import free_port
 from tests.engines.small_models import GPT2, LLAMA, QWEN2, random_tokens
+from tests.engines.train.communication import Collectives, failing_backward
 
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20)]
 LR = 1e-2
@@ -103,6 +105,33 @@ def test_train_batch_bfloat16(make: Make) -> None:
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     with pytest.raises(ValueError, match="no floating-point type 'int8'"):
         make(compute_dtype="int8")
+
+
+def test_train_batch_one_rank_plain(make: Make) -> None:
+    """A single rank computes in bfloat16 as FSDP would, without its hooks and collectives."""
+    engine = make(
+        model={**QWEN2, "initializer_range": 0.1},
+        compute_dtype="bfloat16",
+        gradient_checkpointing=True,
+        max_tokens_per_micro_batch=24,
+    )
+    model = engine._built_model()
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    kinds = []
+    model.get_submodule("model.norm").register_forward_hook(
+        lambda module, inputs, output: kinds.append((module.weight.dtype, output.dtype))  # type: ignore[func-returns-value]
+    )
+    with Collectives() as counted:
+        engine._accumulate(SAMPLES, "sft", None)
+    assert not counted.counts
+    assert kinds == [(torch.bfloat16, torch.bfloat16)] * 3  # one for each micro-batch
+    for parameter in model.parameters():
+        assert isinstance(parameter, torch.nn.Parameter)
+        assert parameter.dtype == parameter.grad.dtype == torch.float32  # type: ignore[union-attr]
+    with pytest.raises(ArithmeticError, match="in a pass"), failing_backward(engine):
+        engine.train_batch(SAMPLES, "sft")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert engine.train_batch(SAMPLES, "sft")["grad_norm"] > 0
 
 
 def test_train_batch_warms_up_lr(make: Make) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
 
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
@@ -31,28 +30,33 @@ def loss_and_gradients(
     loss = engine._accumulate(samples_of(lengths), "sft", None)["loss"]
     gradients = {}
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter.grad, DTensor)
-        gradients[name] = parameter.grad.full_tensor().clone()
+        assert parameter.grad is not None
+        gradients[name] = parameter.grad.clone()
     return loss, gradients
 
 
-def test_compile_layers_equals_eager(make: Make) -> None:
+@pytest.mark.parametrize(
+    ("compute_dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.05)], ids=["exact", "cast"]
+)
+def test_compile_layers_equals_eager(make: Make, compute_dtype: str, most: float) -> None:
     """Gradient checkpointing compiles the most, since layers are computed again."""
     config = {
+        "compute_dtype": compute_dtype,
         "model": {**QWEN3, "initializer_range": 0.1},
         "max_tokens_per_micro_batch": 24,
         "gradient_checkpointing": True,
     }
+    counters.clear()
     eager, compiled = make(**config), make(**config, compile_layers=True)
     numbers = []
     for lengths in BATCHES:
         loss, gradients = loss_and_gradients(eager, lengths)
         own_loss, own_gradients = loss_and_gradients(compiled, lengths)
-        assert own_loss == pytest.approx(loss, rel=1e-5)
+        assert own_loss == pytest.approx(loss, rel=most)
         for name, gradient in gradients.items():
-            torch.testing.assert_close(own_gradients[name], gradient, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(own_gradients[name], gradient, atol=most, rtol=most)
         numbers.append((counters["stats"]["unique_graphs"], sum(counters["frames"].values())))
     assert numbers[0][0] > 0
     assert numbers == [numbers[0]] * len(BATCHES), "a batch was compiled again"
     before, after = eager.forward(samples_of(BATCHES[0])), compiled.forward(samples_of(BATCHES[0]))
-    torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after, before, atol=most, rtol=most)
