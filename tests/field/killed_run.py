@@ -34,7 +34,7 @@ class Counter:
         if event != "call" or not frame.f_code.co_filename.startswith(PACKAGE):
             return
         if not self.has_begun:
-            if frame.f_code.co_name != "train_step" or not self.metrics.exists():
+            if frame.f_code.co_qualname != "GRPOLoop.step" or not self.metrics.exists():
                 return
             self.has_begun = self.metrics.read_bytes().count(b'"step"') >= 2
         self.num_calls += 1

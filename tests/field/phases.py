@@ -86,7 +86,9 @@ class KilledRuns:
         """Return the number of calls of an unbroken run after its first step."""
         code, printed = self.run("whole", 0)
         assert code == 0, printed
-        return int(re.findall(r"^calls (\d+)", printed, re.MULTILINE)[0])
+        calls = int(re.findall(r"^calls (\d+)", printed, re.MULTILINE)[0])
+        assert calls, "no step was recognised"
+        return calls
 
     def check(self, name: str, call: int) -> None:
         """Kill a run at a call, and require that the resumed one makes all steps."""
