@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -55,7 +55,27 @@ class Machine:
             )
 
 
-Check = Callable[[Machine], dict[str, str]]
+class Figure(msgspec.Struct, frozen=True):
+    """A measured number, beside that of the same work without Helmsman."""
+
+    value: float
+    unit: str
+    bare: float | None = None
+    """In the same unit and the same run; None if it was not measured."""
+
+    def __str__(self) -> str:
+        text = f"{_number(self.value)} {self.unit}"
+        if self.bare is None:
+            return text
+        ratio = _number(self.value / self.bare) if self.bare else "unknown"
+        return f"{text} (bare {_number(self.bare)}, ratio {ratio})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+Check = Callable[[Machine], Mapping[str, str | Figure]]
 """Returns figures by name; raises AssertionError, or the error of a failed call."""
 CHECKS: dict[str, Check] = {}
 
@@ -78,6 +98,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """'ok', 'failed' or 'not run'."""
     seconds: float
     figures: dict[str, str] = {}
+    """The figures as text, by name."""
     reason: str = ""
 
 
@@ -95,4 +116,5 @@ def perform(name: str, machine: Machine) -> Outcome:
         traceback.print_exc()
         told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return Outcome(name=name, result="failed", seconds=time.monotonic() - started, reason=told)
-    return Outcome(name=name, result="ok", seconds=time.monotonic() - started, figures=figures)
+    shown = {what: str(figure) for what, figure in figures.items()}
+    return Outcome(name=name, result="ok", seconds=time.monotonic() - started, figures=shown)
