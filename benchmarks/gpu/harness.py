@@ -22,12 +22,16 @@ class Machine:
     Args:
         scheduler: The scheduler of all checks; each check deletes its roles.
         is_rehearsal: Whether its devices are the CPU.
+        is_one_device: Whether its two devices are one, by two names.
     """
 
-    def __init__(self, scheduler: LocalScheduler, *, is_rehearsal: bool) -> None:
+    def __init__(
+        self, scheduler: LocalScheduler, *, is_rehearsal: bool, is_one_device: bool = False
+    ) -> None:
         self.scheduler = scheduler
         self.num_devices = scheduler.n_gpus_per_node
         self.is_rehearsal = is_rehearsal
+        self.is_one_device = is_one_device
         self.model: dict[str, Any] = {
             "model_type": "qwen2",
             "vocab_size": 512 if self.is_rehearsal else 32_000,
@@ -53,6 +57,11 @@ class Machine:
             raise DevicesMissingError(
                 f"{why} needs {num_devices} devices; this machine has {self.num_devices}"
             )
+
+    def require_own_devices(self, why: str) -> None:
+        """Raise DevicesMissingError if two workers share one device."""
+        if self.is_one_device:
+            raise DevicesMissingError(f"{why} needs a device for each process")
 
 
 class Figure(msgspec.Struct, frozen=True):

@@ -172,7 +172,7 @@ def three_ways(machine: Machine) -> dict[str, str | Figure]:
         rolling(machine, dtype="float32") as rollout,
     ):
         ways = {"memory": ViaMemory(), "collective": ViaCollective(), "disk": ViaDisk(folder)}
-        if machine.num_devices == 1:
+        if machine.num_devices == 1 or machine.is_one_device:
             del ways["collective"]  # NCCL refuses two ranks on one device
         for name, way in ways.items():
             syncs[name] = of_a_sync(trainer, rollout, way, prompts, batch)

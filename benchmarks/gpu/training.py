@@ -17,6 +17,7 @@ from benchmarks.gpu.harness import Figure, Machine, check
 from helmsman import Job, TrainController
 
 TRAIN = "helmsman.engines.train.FSDPTrainEngine"
+GLOO_TRAIN = "benchmarks.gpu.one_device.GlooTrainEngine"
 NUM_STEPS = 5
 
 
@@ -74,6 +75,8 @@ def binding(machine: Machine) -> dict[str, str]:
     if not machine.is_rehearsal:
         assert all(each["count"] == 1 and each["kind"] != "cpu" for each in found), found
         assert len({each["visible"] for each in found}) == count, found
+        identities = {each["identity"] for each in found} - {""}
+        assert len(identities) in (0, 1 if machine.is_one_device else count), found
     return {
         "workers": str(count),
         "kind": found[0]["kind"],
@@ -99,8 +102,9 @@ def training(
     parallel = config.get("tensor_parallel_size", 1) * config.get("context_parallel_size", 1)
     job = Job(role="train", replicas=ranks, tasks=[machine.spec(on_host=on_host)])
     engine: dict[str, Any] = {"model": machine.model, "lr": 1e-3, **config}
+    kind = GLOO_TRAIN if machine.is_one_device and ranks > 1 and not on_host else TRAIN
     trainer = TrainController(
-        machine.scheduler, TRAIN, job, engine_kwargs=engine, model_parallel_size=parallel
+        machine.scheduler, kind, job, engine_kwargs=engine, model_parallel_size=parallel
     )
     trainer.initialize()
     try:
@@ -158,6 +162,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 def speed(machine: Machine, variant: str) -> dict[str, Figure]:
     """Measure tokens per second and peak memory of a step in bfloat16, beside a bare loop."""
+    machine.require_own_devices("a speed")
     count, longest = (8, 64) if machine.is_rehearsal else (64, 2048)
     batch = samples_of(count, longest, machine.model["vocab_size"], 0)
     tokens = sum(len(sample["input_ids"]) for sample in batch)
