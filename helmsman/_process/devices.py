@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import os
 import re
 from collections.abc import Sequence
@@ -17,8 +15,6 @@ _DEVICE_FILES = {
     "rocm": "sys/class/kfd/kfd/topology/nodes/*/properties",
     "npu": "dev/davinci[0-9]*",
 }
-_GPU_MASKS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""ROCm reads the second if the first is empty; NVIDIA's driver ignores the first."""
 
 
 def visibility(kind: str, granted: Sequence[str], raylet_mask: str | None = None) -> dict[str, str]:
@@ -95,14 +91,12 @@ def detect_devices(num_gpus: int | None, accelerator: str | None, root: str = "/
     """Return the devices that this process may assign: those of its mask, or of the machine.
 
     With ``num_gpus``, return that many. Missing devices are then logical ones with further numbers,
-    for tests and dry runs. Kinds with device files below ``root`` come before kinds with only a
-    mask.
+    for tests and dry runs. Kinds with device files below ``root`` precede kinds with only a mask.
     """
     kinds = [accelerator] if accelerator else list(_DEVICE_FILES)
     counts = {kind: _count(kind, Path(root)) for kind in kinds}
-    pools = {
-        kind: _found(kind, counts[kind]) for kind in sorted(kinds, key=lambda k: not counts[k])
-    }
+    kinds.sort(key=lambda kind: not counts[kind])
+    pools = {kind: _found(kind, counts[kind]) for kind in kinds}
     kind, ids = next(
         ((kind, ids) for kind, ids in pools.items() if ids), (accelerator or "cuda", [])
     )
@@ -112,30 +106,27 @@ def detect_devices(num_gpus: int | None, accelerator: str | None, root: str = "/
 
 
 def _count(kind: str, root: Path) -> int:
-    files = [root / each for each in glob.glob(_DEVICE_FILES[kind], root_dir=root)]
-    if kind != "rocm":
-        return len(files)
-    return sum(map(_is_gpu, files)) if (root / "dev/kfd").exists() else 0
+    files = list(root.glob(_DEVICE_FILES[kind]))
+    if kind == "rocm":
+        return sum(map(_is_gpu, files)) if (root / "dev/kfd").exists() else 0
+    return len(files)
 
 
 def _is_gpu(properties: Path) -> bool:
-    """Whether a node of ROCm's topology is a GPU, and not a CPU or a GPU outside the container."""
-    with contextlib.suppress(OSError):
+    """Whether a node of ROCm's topology is a GPU, not a CPU or a GPU outside of the container."""
+    try:
         return re.search(r"^simd_count [1-9]", properties.read_text(), re.MULTILINE) is not None
-    return False
+    except OSError:
+        return False
 
 
 def _found(kind: str, num_files: int) -> list[str]:
-    info = PLATFORMS[kind]
-    mask = os.environ.get(info.visibility_env_var)
+    mask = os.environ.get(PLATFORMS[kind].visibility_env_var)
     if kind == "rocm" or (kind == "cuda" and not num_files):
-        hip, cuda = map(os.environ.get, _GPU_MASKS)
-        mask = hip or cuda
-        if (
-            kind == "rocm"
-            and (outer := split_mask(os.environ.get("ROCR_VISIBLE_DEVICES"))) is not None
-        ):
-            num_files = len(outer)  # ROCm numbers these from 0.
+        # ROCm reads CUDA's mask where its own is empty; NVIDIA's driver ignores ROCm's.
+        mask = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if kind == "rocm" and (outer := os.environ.get("ROCR_VISIBLE_DEVICES")) is not None:
+        num_files = len(split_mask(outer) or ())  # ROCm numbers these from 0.
     listed = split_mask(mask)
     return [str(index) for index in range(num_files)] if listed is None else listed
 
