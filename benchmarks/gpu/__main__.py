@@ -1,5 +1,5 @@
 """Run every check that needs an accelerator and print a table: python -m benchmarks.gpu [--rehearse
-[N]] [check ...]
+[N]] [--two-processes-one-device] [check ...]
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -40,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="take the CPU for N devices (2), with tiny models",
     )
+    parser.add_argument(
+        "--two-processes-one-device",
+        action="store_true",
+        help="let two workers share the first device; ranks then communicate by gloo, not NCCL",
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="where the table goes, in Markdown")
     options = parser.parse_args(arguments)
     names = [
@@ -53,18 +59,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    is_one_device = options.two_processes_one_device
+    if is_one_device and not options.rehearse:
+        try:
+            os.environ["CUDA_VISIBLE_DEVICES"] = two_names()
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"--two-processes-one-device needs an NVIDIA GPU: {error}", file=sys.stderr)
+            return 2
     logs = Path(tempfile.mkdtemp(prefix="helmsman-gpu-check-"))
     with LocalScheduler(
         log_dir=logs, num_gpus=options.rehearse, preload=ENGINE_MODULES
     ) as scheduler:
-        code = run(
-            names, Machine(scheduler, is_rehearsal=options.rehearse is not None), options.out
+        machine = Machine(
+            scheduler,
+            is_rehearsal=options.rehearse is not None,
+            is_one_device=is_one_device,
         )
+        code = run(names, machine, options.out)
     if code == 1:
         print(f"the workers' logs are in {logs}", file=sys.stderr)
     else:
         shutil.rmtree(logs)
     return code
+
+
+def two_names() -> str:
+    """Return a mask that names one NVIDIA device twice, once by the beginning of its UUID.
+
+    Each process of the scheduler then gets one of the names, and CUDA resolves both.
+
+    Raises:
+        OSError: There is no nvidia-smi.
+        subprocess.SubprocessError: nvidia-smi fails.
+    """
+    first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader", "-i", first]
+    uuid = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    return f"{uuid.strip()},{uuid.strip()[:-4]}"
 
 
 def run(names: Sequence[str], machine: Machine, out: Path) -> int:
@@ -118,8 +149,10 @@ def about(machine: Machine) -> str:
     devices = (
         "a rehearsal on the CPU"
         if machine.is_rehearsal
+        else f"1 device: {_devices()}"
+        if machine.is_one_device
         else f"{machine.num_devices} devices: {_devices()}"
-    )
+    ) + (", two processes on one device" if machine.is_one_device else "")
     return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {devices}; {', '.join(versions)}"
 
 

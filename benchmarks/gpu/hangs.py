@@ -44,6 +44,7 @@ class Ranks:
 def rank_missing(machine: Machine) -> dict[str, str]:
     """`helmsman why` names the rank by the flight recorder; NCCL's RAS service answers rank 0."""
     machine.require(2, "a collective with a missing rank")
+    machine.require_own_devices("a collective of NCCL")
     scheduler = machine.scheduler
     spec = msgspec.structs.replace(machine.spec(), port_count=1)
     ids = scheduler.create_workers(Job(role="hangs", replicas=2, tasks=[spec]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,12 +22,16 @@ class Machine:
     Args:
         scheduler: The scheduler of all checks; each check deletes its roles.
         is_rehearsal: Whether its devices are the CPU.
+        is_one_device: Whether its two devices are one, by two names.
     """
 
-    def __init__(self, scheduler: LocalScheduler, *, is_rehearsal: bool) -> None:
+    def __init__(
+        self, scheduler: LocalScheduler, *, is_rehearsal: bool, is_one_device: bool = False
+    ) -> None:
         self.scheduler = scheduler
         self.num_devices = scheduler.n_gpus_per_node
         self.is_rehearsal = is_rehearsal
+        self.is_one_device = is_one_device
         self.model: dict[str, Any] = {
             "model_type": "qwen2",
             "vocab_size": 512 if self.is_rehearsal else 32_000,
@@ -54,8 +58,33 @@ class Machine:
                 f"{why} needs {num_devices} devices; this machine has {self.num_devices}"
             )
 
+    def require_own_devices(self, why: str) -> None:
+        """Raise DevicesMissingError if two workers share one device."""
+        if self.is_one_device:
+            raise DevicesMissingError(f"{why} needs a device for each process")
 
-Check = Callable[[Machine], dict[str, str]]
+
+class Figure(msgspec.Struct, frozen=True):
+    """A measured number, beside that of the same work without Helmsman."""
+
+    value: float
+    unit: str
+    bare: float | None = None
+    """In the same unit and the same run; None if it was not measured."""
+
+    def __str__(self) -> str:
+        text = f"{_number(self.value)} {self.unit}"
+        if self.bare is None:
+            return text
+        ratio = _number(self.value / self.bare) if self.bare else "unknown"
+        return f"{text} (bare {_number(self.bare)}, ratio {ratio})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+Check = Callable[[Machine], Mapping[str, str | Figure]]
 """Returns figures by name; raises AssertionError, or the error of a failed call."""
 CHECKS: dict[str, Check] = {}
 
@@ -78,6 +107,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """'ok', 'failed' or 'not run'."""
     seconds: float
     figures: dict[str, str] = {}
+    """The figures as text, by name."""
     reason: str = ""
 
 
@@ -95,4 +125,5 @@ def perform(name: str, machine: Machine) -> Outcome:
         traceback.print_exc()
         told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return Outcome(name=name, result="failed", seconds=time.monotonic() - started, reason=told)
-    return Outcome(name=name, result="ok", seconds=time.monotonic() - started, figures=figures)
+    shown = {what: str(figure) for what, figure in figures.items()}
+    return Outcome(name=name, result="ok", seconds=time.monotonic() - started, figures=shown)

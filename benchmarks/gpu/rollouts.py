@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.gpu.harness import Machine, check
+from benchmarks.gpu.bare import bare_copies
+from benchmarks.gpu.harness import Figure, Machine, check
 from benchmarks.gpu.training import samples_of, training
 from helmsman import Job, RolloutController, SamplingParams, SchedulingStrategy, WeightSync
-from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory
+from helmsman.weights import SyncReport, ViaCollective, ViaDevice, ViaDisk, ViaMemory
 
 HF = "helmsman.engines.rollout.HFRolloutEngine"
 
@@ -97,8 +98,11 @@ def of_a_sync(
     way: Any,
     prompts: list[list[int]],
     batch: list[dict[str, Any]],
-) -> str:
-    """Measure a sync after a step, and check that instance and trainer then agree."""
+) -> tuple[SyncReport, float]:
+    """Measure a sync after a step, and check that instance and trainer then agree.
+
+    Returns the report, and the largest difference of log-probabilities.
+    """
     sync = WeightSync(trainer, rollout, way)
     sync.push()  # connects, and maps memory
     trainer.train_batch(batch, "sft")
@@ -106,14 +110,35 @@ def of_a_sync(
     report = sync.push()
     largest, _ = difference(trainer, rollout, prompts, 4)
     assert largest < 1e-3 < before, (way, largest, before)
-    size, duration = report.num_bytes / 2**20, 1e3 * report.seconds
-    return f"{size:.0f} MiB in {duration:.0f} ms, difference {largest:.1e}"
+    return report, largest
+
+
+def figures_of(
+    machine: Machine, syncs: dict[str, tuple[SyncReport, float]]
+) -> dict[str, str | Figure]:
+    """Return the figures of syncs; those by memory stand beside copies of the same bytes.
+
+    On devices these are one copy on the device. By the host's memory they are one copy to pinned
+    memory, and one back.
+    """
+    bare = bare_copies(machine, next(iter(syncs.values()))[0].num_bytes)
+    seconds = {"device": bare.on_device, "memory": bare.to_host + bare.to_device}
+    return {
+        "sent": f"{next(iter(syncs.values()))[0].num_bytes / 2**20:.0f} MiB",
+        **{
+            name: Figure(1e3 * report.seconds, "ms", 1e3 * seconds[name])
+            if name in seconds
+            else Figure(1e3 * report.seconds, "ms")
+            for name, (report, _) in syncs.items()
+        },
+        "largest difference": f"{max(largest for _, largest in syncs.values()):.1e}",
+    }
 
 
 @check("weights.shared_device")
-def shared_device(machine: Machine) -> dict[str, str]:
+def shared_device(machine: Machine) -> dict[str, str | Figure]:
     """Compare syncs on the same devices, by buffers on them and by the host's memory."""
-    figures = {}
+    syncs = {}
     prompts, batch = prompts_of(machine, 8), samples_of(4, 64, machine.model["vocab_size"], 2)
     beside = SchedulingStrategy(type="colocation", target="train", fork=True)
     job = Job(
@@ -131,28 +156,25 @@ def shared_device(machine: Machine) -> dict[str, str]:
     ):
         way = ViaDevice()
         for name, each in {"device": way, "memory": ViaMemory()}.items():
-            figures[name] = of_a_sync(trainer, rollout, each, prompts, batch)
+            syncs[name] = of_a_sync(trainer, rollout, each, prompts, batch)
         assert not way.fallback_reason, way.fallback_reason
-    return figures
+    return figures_of(machine, syncs)
 
 
 @check("weights.three_ways")
-def three_ways(machine: Machine) -> dict[str, str]:
+def three_ways(machine: Machine) -> dict[str, str | Figure]:
     """Measure a sync after a step by each way, and check that instance and trainer then agree."""
-    figures = {}
+    syncs = {}
     prompts, batch = prompts_of(machine, 8), samples_of(4, 64, machine.model["vocab_size"], 2)
     with (
         tempfile.TemporaryDirectory() as folder,
         training(machine, 1, compute_dtype="float32") as trainer,
         rolling(machine, dtype="float32") as rollout,
     ):
-        for name, way in {
-            "memory": ViaMemory(),
-            "collective": ViaCollective(),
-            "disk": ViaDisk(folder),
-        }.items():
-            if name == "collective" and machine.num_devices == 1:
-                figures[name] = "needs two devices"  # NCCL refuses two ranks on one device
-                continue
-            figures[name] = of_a_sync(trainer, rollout, way, prompts, batch)
-    return figures
+        ways = {"memory": ViaMemory(), "collective": ViaCollective(), "disk": ViaDisk(folder)}
+        if machine.num_devices == 1 or machine.is_one_device:
+            del ways["collective"]  # NCCL refuses two ranks on one device
+        for name, way in ways.items():
+            syncs[name] = of_a_sync(trainer, rollout, way, prompts, batch)
+    figures = figures_of(machine, syncs)
+    return {**figures, **({} if "collective" in syncs else {"collective": "needs two devices"})}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import random
@@ -11,10 +12,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.gpu.harness import Machine, check
+from benchmarks.gpu.bare import bare_training
+from benchmarks.gpu.harness import Figure, Machine, check
 from helmsman import Job, TrainController
 
 TRAIN = "helmsman.engines.train.FSDPTrainEngine"
+GLOO_TRAIN = "benchmarks.gpu.one_device.GlooTrainEngine"
 NUM_STEPS = 5
 
 
@@ -72,6 +75,8 @@ def binding(machine: Machine) -> dict[str, str]:
     if not machine.is_rehearsal:
         assert all(each["count"] == 1 and each["kind"] != "cpu" for each in found), found
         assert len({each["visible"] for each in found}) == count, found
+        identities = {each["identity"] for each in found} - {""}
+        assert len(identities) in (0, 1 if machine.is_one_device else count), found
     return {
         "workers": str(count),
         "kind": found[0]["kind"],
@@ -97,8 +102,9 @@ def training(
     parallel = config.get("tensor_parallel_size", 1) * config.get("context_parallel_size", 1)
     job = Job(role="train", replicas=ranks, tasks=[machine.spec(on_host=on_host)])
     engine: dict[str, Any] = {"model": machine.model, "lr": 1e-3, **config}
+    kind = GLOO_TRAIN if machine.is_one_device and ranks > 1 and not on_host else TRAIN
     trainer = TrainController(
-        machine.scheduler, TRAIN, job, engine_kwargs=engine, model_parallel_size=parallel
+        machine.scheduler, kind, job, engine_kwargs=engine, model_parallel_size=parallel
     )
     trainer.initialize()
     try:
@@ -147,23 +153,35 @@ def same_losses(machine: Machine) -> dict[str, str]:
     }
 
 
-@check("training.speed_and_memory")
-def speed(machine: Machine) -> dict[str, str]:
-    """Measure tokens per second and peak memory of a step in bfloat16, with and without recomputed
-    layers.
-    """
-    figures = {}
-    longest = 64 if machine.is_rehearsal else 2048
-    batch = samples_of(8 if machine.is_rehearsal else 64, longest, machine.model["vocab_size"], 0)
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": {"gradient_checkpointing": True},
+    "compiled": {"compile_layers": True},
+}
+
+
+def speed(machine: Machine, variant: str) -> dict[str, Figure]:
+    """Measure tokens per second and peak memory of a step in bfloat16, beside a bare loop."""
+    machine.require_own_devices("a speed")
+    count, longest = (8, 64) if machine.is_rehearsal else (64, 2048)
+    batch = samples_of(count, longest, machine.model["vocab_size"], 0)
     tokens = sum(len(sample["input_ids"]) for sample in batch)
-    for name, config in {"plain": {}, "recomputed": {"gradient_checkpointing": True}}.items():
-        with training(machine, machine.num_devices, compute_dtype="bfloat16", **config) as trainer:
-            asyncio.run(machine.scheduler.create_engine("train/0", Probe, "probe"))
+    config = {"compute_dtype": "bfloat16", **_VARIANTS[variant]}
+    with training(machine, machine.num_devices, **config) as trainer:
+        asyncio.run(machine.scheduler.create_engine("train/0", Probe, "probe"))
+        for _ in range(2):
             trainer.train_batch(batch, "sft")
-            started = time.monotonic()
-            for _ in range(3):
-                trainer.train_batch(batch, "sft")
-            rate = 3 * tokens / (time.monotonic() - started)
-            peak = machine.scheduler.call_engine("train/0", "peak", "probe")
-        figures[name] = f"{rate:,.0f} tokens/s, peak {peak / 2**30:.1f} GiB"
-    return figures
+        started = time.monotonic()
+        for _ in range(3):
+            trainer.train_batch(batch, "sft")
+        rate = 3 * tokens / (time.monotonic() - started) / machine.num_devices
+        peak = machine.scheduler.call_engine("train/0", "peak", "probe")
+    bare = bare_training(machine, batch, longest, variant)
+    return {
+        "of a device": Figure(rate, "tokens/s", bare.tokens_per_s),
+        "peak": Figure(peak / 2**30, "GiB", bare.peak_bytes / 2**30),
+    }
+
+
+for _variant in _VARIANTS:
+    check(f"training.speed_and_memory.{_variant}")(functools.partial(speed, variant=_variant))

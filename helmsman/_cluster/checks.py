@@ -44,8 +44,8 @@ _ADVICE: Mapping[str, str] = {
     "open files: hard": f"A head of many nodes needs {_FILES_WANTED}: raise the hard limit of "
     "{seen.open_files_hard} (LimitNOFILE of the service, docker --ulimit, limits.conf)",
     "open files": f"A head of many nodes needs {_FILES_WANTED}: ulimit -n {_FILES_WANTED}",
-    "accelerators": "{num_devices} are expected: check the driver (nvidia-smi, npu-smi), the mask "
-    "variable and the devices of the container",
+    "accelerators": "{num_devices} are expected: check the driver (nvidia-smi, rocm-smi, npu-smi), "
+    "the mask variable and the devices of the container",
     "temp folder": "Logs and spilled objects go there: name a folder with "
     f"{size(_TEMP_FREE_WANTED)} by RAY_TMPDIR",
     "socket paths": f"The system takes {SOCKET_PATH_BYTES}: name a shorter temp folder by "

@@ -316,8 +316,8 @@ def make_plan(
     if options.gpus is not None and options.gpus != num_devices:
         raise PreflightError(
             f"{options.gpus} accelerators are expected on this node (--gpus) and {num_devices} "
-            "are found: check the driver "
-            "(nvidia-smi, npu-smi), the visibility variables and the devices of the container"
+            "are found: check the driver (nvidia-smi, rocm-smi, npu-smi), the visibility "
+            "variables and the devices of the container"
         )
     of_cluster = cluster_defaults(identity.count, options.start_timeout)
     of_node = [

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import glob
 import os
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from helmsman.api.errors import DeviceMismatchError
 from helmsman.api.platforms import EMPTY_MASKS, PLATFORMS
 
-_DEVICE_FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
-_HIP_MASK = "HIP_VISIBLE_DEVICES"
-"""ROCm reads it instead of CUDA_VISIBLE_DEVICES unless it is empty; NVIDIA's driver ignores it."""
+_DEVICE_FILES = {
+    "cuda": "dev/nvidia[0-9]*",
+    "rocm": "sys/class/kfd/kfd/topology/nodes/*/properties",
+    "npu": "dev/davinci[0-9]*",
+}
 
 
 def visibility(kind: str, granted: Sequence[str], raylet_mask: str | None = None) -> dict[str, str]:
     """Return the environment that restricts a process to its granted devices.
 
     Devices of other kinds are hidden. A process without devices sees none, regardless of the mask
-    that it would inherit.
+    that it would inherit. GPUs of either vendor are in the masks of both, with the same ids: below
+    an inherited ROCR_VISIBLE_DEVICES, torch ignores CUDA_VISIBLE_DEVICES.
 
     Args:
         kind: Key of PLATFORMS; any for a process without devices.
@@ -41,7 +45,9 @@ def visibility(kind: str, granted: Sequence[str], raylet_mask: str | None = None
             if raylet_mask is None
             else [id_ for _, id_ in physical_ids(kind, granted, raylet_mask)]
         )
-        environment[PLATFORMS[kind].visibility_env_var] = ",".join(ids)
+        for info in PLATFORMS.values():
+            if info.ray_resource == PLATFORMS[kind].ray_resource:
+                environment[info.visibility_env_var] = ",".join(ids)
     return environment
 
 
@@ -81,13 +87,16 @@ def split_mask(mask: str | None) -> list[str] | None:
     return [part.strip() for part in mask.split(",") if part.strip().lower() not in EMPTY_MASKS]
 
 
-def detect_devices(num_gpus: int | None, accelerator: str | None) -> DevicePool:
+def detect_devices(num_gpus: int | None, accelerator: str | None, root: str = "/") -> DevicePool:
     """Return the devices that this process may assign: those of its mask, or of the machine.
 
     With ``num_gpus``, return that many. Missing devices are then logical ones with further numbers,
-    for tests and dry runs.
+    for tests and dry runs. Kinds with device files below ``root`` precede kinds with only a mask.
     """
-    pools = {kind: _found(kind) for kind in ([accelerator] if accelerator else _DEVICE_FILES)}
+    kinds = [accelerator] if accelerator else list(_DEVICE_FILES)
+    counts = {kind: _count(kind, Path(root)) for kind in kinds}
+    kinds.sort(key=lambda kind: not counts[kind])
+    pools = {kind: _found(kind, counts[kind]) for kind in kinds}
     kind, ids = next(
         ((kind, ids) for kind, ids in pools.items() if ids), (accelerator or "cuda", [])
     )
@@ -96,11 +105,30 @@ def detect_devices(num_gpus: int | None, accelerator: str | None) -> DevicePool:
     return DevicePool(kind, ids)
 
 
-def _found(kind: str) -> list[str]:
-    files = glob.glob(_DEVICE_FILES[kind])
-    mask = os.environ.get(_HIP_MASK) if kind == "cuda" and not files else None
-    listed = split_mask(mask or os.environ.get(PLATFORMS[kind].visibility_env_var))
-    return [str(index) for index in range(len(files))] if listed is None else listed
+def _count(kind: str, root: Path) -> int:
+    files = list(root.glob(_DEVICE_FILES[kind]))
+    if kind == "rocm":
+        return sum(map(_is_gpu, files)) if (root / "dev/kfd").exists() else 0
+    return len(files)
+
+
+def _is_gpu(properties: Path) -> bool:
+    """Whether a node of ROCm's topology is a GPU, not a CPU or a GPU outside of the container."""
+    try:
+        return re.search(r"^simd_count [1-9]", properties.read_text(), re.MULTILINE) is not None
+    except OSError:
+        return False
+
+
+def _found(kind: str, num_files: int) -> list[str]:
+    mask = os.environ.get(PLATFORMS[kind].visibility_env_var)
+    if kind == "rocm" or (kind == "cuda" and not num_files):
+        # ROCm reads CUDA's mask where its own is empty; NVIDIA's driver ignores ROCm's.
+        mask = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if kind == "rocm" and (outer := os.environ.get("ROCR_VISIBLE_DEVICES")) is not None:
+        num_files = len(split_mask(outer) or ())  # ROCm numbers these from 0.
+    listed = split_mask(mask)
+    return [str(index) for index in range(num_files)] if listed is None else listed
 
 
 class DevicePool:

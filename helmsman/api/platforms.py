@@ -4,7 +4,8 @@
 accelerator and never requests one: it reads ``PLATFORMS``, and its scheduler forbids resolution
 (``current_platform.forbid``).
 
-``HELMSMAN_PLATFORM`` (cpu, cuda or npu) is used, or raises an error if it cannot be. Without it:
+``HELMSMAN_PLATFORM`` (cpu, cuda, rocm or npu) is used, or raises an error if it cannot be. Without
+it:
 CUDA if torch counts a device, then NPU if torch_npu counts one, else CPU. If a mask names devices
 but torch counts none, a warning is logged.
 """
@@ -57,18 +58,21 @@ PLATFORMS: Mapping[str, PlatformInfo] = MappingProxyType(
     {
         name: PlatformInfo(
             name=name,
-            device_type=name,
+            device_type=device_type,
             visibility_env_var=mask,
             ray_resource=resource,
             communication_backend=backend,
         )
-        for name, mask, resource, backend in (
-            ("cpu", "", "CPU", "gloo"),
-            ("cuda", "CUDA_VISIBLE_DEVICES", "GPU", "nccl"),
-            ("npu", "ASCEND_RT_VISIBLE_DEVICES", "NPU", "hccl"),
+        for name, device_type, mask, resource, backend in (
+            ("cpu", "cpu", "", "CPU", "gloo"),
+            ("cuda", "cuda", "CUDA_VISIBLE_DEVICES", "GPU", "nccl"),
+            # torch for ROCm calls HIP's devices cuda, and RCCL nccl.
+            ("rocm", "cuda", "HIP_VISIBLE_DEVICES", "GPU", "nccl"),
+            ("npu", "npu", "ASCEND_RT_VISIBLE_DEVICES", "NPU", "hccl"),
         )
     }
 )
+"""Schedulers grant a rocm device as cuda: Ray and torch do not distinguish them by name."""
 
 EMPTY_MASKS = frozenset({"", "-1", "none", "void", "nodevfiles"})
 """Values of a visibility variable, in lower case, that hide every device."""
@@ -188,7 +192,7 @@ def _require_granted(grant: DeviceGrant, found: PlatformInfo) -> None:
     counted = f"torch {torch_version} counts {num_devices} {shown.name} devices in this process"
     if not num_devices:
         counted += ", which would run on the CPU"
-    if found.name != granted.name:
+    if found.device_type != granted.device_type:
         step = (
             f"Check that torch is a build for {granted.name} and that its driver works on this "
             "node; set "
@@ -204,7 +208,7 @@ def _require_granted(grant: DeviceGrant, found: PlatformInfo) -> None:
     elif grant.kind and num_devices != len(grant.ids):
         step = (
             "Check that these devices exist on the node and that none of them has failed "
-            "(nvidia-smi or npu-smi)"
+            "(nvidia-smi, rocm-smi or npu-smi)"
         )
     else:
         return
@@ -321,7 +325,7 @@ class CurrentPlatform:
 
     @property
     def name(self) -> str:
-        """cpu, cuda or npu."""
+        """cpu, cuda, rocm or npu; cuda without HELMSMAN_PLATFORM=rocm."""
         return self.info.name
 
     @property

@@ -109,6 +109,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     [
         ("cpu", ("cpu", "", "CPU", "gloo")),
         ("cuda", ("cuda", "CUDA_VISIBLE_DEVICES", "GPU", "nccl")),
+        ("rocm", ("cuda", "HIP_VISIBLE_DEVICES", "GPU", "nccl")),
         ("npu", ("npu", "ASCEND_RT_VISIBLE_DEVICES", "NPU", "hccl")),
     ],
 )
@@ -234,7 +235,7 @@ def test_forced_kind_without_devices(platform: Process, kind: str, mask: str | N
     [
         ("npu", True, "'torch_npu', which cannot be imported.*pip install torch_npu"),
         ("cuda", False, r"pip install 'helmsman-rl\[torch\]'"),
-        ("tpu", True, "HELMSMAN_PLATFORM is 'tpu'; set it to one of: cpu, cuda, npu"),
+        ("tpu", True, "HELMSMAN_PLATFORM is 'tpu'; set it to one of: cpu, cuda, rocm, npu"),
     ],
 )
 def test_forced_kind_names_the_step(
@@ -392,6 +393,15 @@ MASKS = {
 
 def grant(kind: str, *ids: str) -> DeviceGrant:
     return DeviceGrant(worker_id="train/3", kind=kind, ids=ids)
+
+
+def test_expect_grant_of_rocm(platform: Process) -> None:
+    """A GPU is granted as cuda."""
+    platform.install(cuda=1)
+    platform.expect(grant("cuda", "1"))
+    platform.setenv(MASKS["cuda"], "1")
+    platform.setenv(PLATFORM_ENV_VAR, "rocm")
+    assert (platform.name, platform.device_type) == ("rocm", "cuda")
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])

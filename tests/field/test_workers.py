@@ -291,7 +291,7 @@ def test_devices_under_a_mask(
             seen = Engine.create(scheduler, worker, Counter).call("environ", *names)
             assert seen == {
                 "CUDA_VISIBLE_DEVICES": ",".join(ids),
-                "HIP_VISIBLE_DEVICES": None,
+                "HIP_VISIBLE_DEVICES": ",".join(ids),
                 "ROCR_VISIBLE_DEVICES": masks.get("ROCR_VISIBLE_DEVICES"),
             }
 

@@ -130,7 +130,7 @@ class OneMachine(Allocator):
         num_cpus: Number of CPUs; by default the number that this process may use.
         num_gpus: Number of accelerators; by default those that this process may use, counted
             without a driver.
-        accelerator: 'cuda' or 'npu'; detected by default.
+        accelerator: 'cuda', 'rocm' or 'npu'; detected by default.
         resources: Custom resources by name.
     """
 

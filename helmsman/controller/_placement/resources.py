@@ -12,7 +12,9 @@ from helmsman.api.platforms import PLATFORMS
 Resources = dict[str, float]
 """Amounts by Ray's names ('CPU', 'GPU', 'NPU', 'memory' in bytes, custom resources)."""
 
-ACCELERATORS = tuple(info.ray_resource for info in PLATFORMS.values() if info.visibility_env_var)
+ACCELERATORS = tuple(
+    dict.fromkeys(info.ray_resource for info in PLATFORMS.values() if info.visibility_env_var)
+)
 """Ray's names of the accelerators that SchedulingSpec.gpu counts."""
 
 _FIELDS = {**dict.fromkeys(ACCELERATORS, "gpu"), "CPU": "cpu", "memory": "mem"}

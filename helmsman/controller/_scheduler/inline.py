@@ -52,7 +52,7 @@ class InlineScheduler(BackendScheduler):
         timeouts: Limits in seconds by class of operation; the defaults of Timeouts when None.
         num_cpus: Number of CPUs; those that this process may use when None.
         num_gpus: Number of accelerators; those that this process may use when None.
-        accelerator: 'cuda' or 'npu'; the kind found on the machine when None.
+        accelerator: 'cuda', 'rocm' or 'npu'; the kind found on the machine when None.
         resources: Custom resources by name.
     """
 

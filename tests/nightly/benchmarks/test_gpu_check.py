@@ -15,14 +15,27 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("num_devices", "checks"),
-    [("2", list(CHECKS)), ("1", ["rollouts.speed", "weights.three_ways"])],
-    ids=["two devices", "checks that differ on one device"],
+    ("flags", "checks"),
+    [
+        (["2"], list(CHECKS)),
+        (["1"], ["rollouts.speed", "weights.three_ways"]),
+        (
+            ["2", "--two-processes-one-device"],
+            [
+                "hangs.rank_missing",
+                "training.same_losses_as_the_host",
+                "weights.shared_device",
+                "weights.three_ways",
+                "memory.turns",
+            ],
+        ),
+    ],
+    ids=["two devices", "checks that differ on one device", "two processes on one device"],
 )
-def test_gpu_check_rehearsal(num_devices: str, checks: list[str], tmp_path: Path) -> None:
+def test_gpu_check_rehearsal(flags: list[str], checks: list[str], tmp_path: Path) -> None:
     table = tmp_path / "gpu.md"
-    flags = ["--rehearse", num_devices, "--out", str(table)]
-    command = [sys.executable, "-m", "benchmarks.gpu", *flags, *checks]
+    command = [sys.executable, "-m", "benchmarks.gpu", *checks, "--out", str(table)]
+    command += ["--rehearse", *flags]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=1100, cwd=ROOT, check=False
     )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from helmsman._process.devices import DevicePool, detect_devices, physical_ids, visibility
 from helmsman.api.errors import DeviceMismatchError
 
 CUDA, NPU = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
+HIP, ROCR = "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+KFD = "sys/class/kfd/kfd/topology/nodes"
 
 
 def test_visibility_shows_only_the_own_kind() -> None:
-    assert visibility("cuda", ["3", "1"]) == {CUDA: "3,1", NPU: ""}
-    assert visibility("npu", ["0"]) == {CUDA: "", NPU: "0"}
-    assert visibility("cuda", []) == {CUDA: "", NPU: ""}
+    """A GPU has the same id for both vendors: vLLM refuses masks of ROCm that differ."""
+    assert visibility("cuda", ["3", "1"]) == {CUDA: "3,1", HIP: "3,1", NPU: ""}
+    assert visibility("rocm", ["3", "1"]) == {CUDA: "3,1", HIP: "3,1", NPU: ""}
+    assert visibility("npu", ["0"]) == {CUDA: "", HIP: "", NPU: "0"}
+    assert visibility("cuda", []) == {CUDA: "", HIP: "", NPU: ""}
 
 
 @pytest.mark.parametrize(("kind", "variable"), [("cuda", CUDA), ("npu", NPU)])
@@ -56,6 +62,46 @@ def test_detect_devices_follows_the_mask(monkeypatch: pytest.MonkeyPatch) -> Non
     ]:
         monkeypatch.setenv(CUDA, mask)
         assert detect_devices(num_gpus, "cuda").ids == tuple(ids.split())
+
+
+@pytest.mark.parametrize(
+    ("devices", "masks", "found"),
+    [
+        ("kfd", {}, "rocm 0 1"),
+        ("kfd", {HIP: "1"}, "rocm 1"),
+        ("kfd", {CUDA: "1"}, "rocm 1"),
+        ("kfd", {HIP: "0", CUDA: "1"}, "rocm 0"),
+        ("kfd", {ROCR: "1"}, "rocm 0"),
+        ("kfd", {ROCR: "0,1", HIP: "1"}, "rocm 1"),
+        ("kfd", {ROCR: ""}, "cuda"),
+        ("nvidia0 kfd", {HIP: "1"}, "cuda 0"),
+        ("davinci0 davinci1", {}, "npu 0 1"),
+        ("davinci0", {CUDA: "3"}, "npu 0"),
+        ("", {}, "cuda"),
+    ],
+)
+def test_detect_devices_by_their_files(
+    devices: str,
+    masks: dict[str, str],
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A staged tree: ROCm's topology has a CPU and two GPUs, and is everywhere with its module."""
+    for number, simds in enumerate((0, 440, 440)):
+        (tmp_path / KFD / str(number)).mkdir(parents=True)
+        properties = f"cpu_cores_count 8\nsimd_count {simds}\nmem_banks_count 1\n"
+        (tmp_path / KFD / str(number) / "properties").write_text(properties)
+    (tmp_path / KFD / "3" / "properties").mkdir(parents=True)  # outside the container: no reading
+    (tmp_path / "dev").mkdir()
+    for name in devices.split():
+        (tmp_path / "dev" / name).touch()
+    for name in (CUDA, HIP, ROCR, NPU):
+        monkeypatch.delenv(name, raising=False)
+    for name, mask in masks.items():
+        monkeypatch.setenv(name, mask)
+    pool = detect_devices(None, None, str(tmp_path))
+    assert [pool.kind, *pool.ids] == found.split()
 
 
 def test_device_pool() -> None:

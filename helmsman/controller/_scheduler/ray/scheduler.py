@@ -462,12 +462,11 @@ def _is_going(slot: placement.BundleSlot) -> bool:
 
 def _with_devices(place: Placement, granted: Granted) -> Placement:
     """The place with the ids of the devices that Ray has granted there."""
-    kind = next(info for info in PLATFORMS.values() if info.ray_resource == place.accelerator)
-    found = physical_ids(
-        kind.name,
-        granted.ids.get(place.accelerator, []),
-        granted.masks.get(kind.visibility_env_var),
-    )
+    kinds = [info for info in PLATFORMS.values() if info.ray_resource == place.accelerator]
+    masks = [granted.masks.get(info.visibility_env_var) for info in kinds]
+    # ROCm's mask is the last one, and Ray reads only that on its nodes.
+    mask = next(filter(None, reversed(masks)), None)
+    found = physical_ids(kinds[0].name, granted.ids.get(place.accelerator, []), mask)
     return msgspec.structs.replace(
         place,
         devices=tuple(id_ for _, id_ in found),

@@ -52,11 +52,16 @@ def test_variables_of_cluster_defaults() -> None:
 
 
 def test_resources_and_masks_of_platforms() -> None:
-    from ray._private.accelerators import get_accelerator_manager_for_resource
+    from ray._private.accelerators import (
+        AMDGPUAcceleratorManager,
+        get_accelerator_manager_for_resource,
+    )
 
     for info in PLATFORMS.values():
         if info.visibility_env_var:
             manager = get_accelerator_manager_for_resource(info.ray_resource)
+            if info.name == "rocm":
+                manager = AMDGPUAcceleratorManager
             assert manager is not None
             assert manager.get_resource_name() == info.ray_resource
             assert manager.get_visible_accelerator_ids_env_var() == info.visibility_env_var
