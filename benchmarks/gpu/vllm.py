@@ -228,7 +228,7 @@ def forward_beside(machine: Machine) -> dict[str, str]:
 def speed(machine: Machine) -> dict[str, str]:
     """An instance generates at least 0.95 of the tokens per second of the bare vLLM."""
     stage = stage_of(machine)
-    count, new_tokens = (4, 4) if machine.is_rehearsal else (_CONCURRENCY, 192)
+    count, new_tokens = (4, 4) if machine.is_rehearsal else (_CONCURRENCY, 128)
     prompts, sampling = stage.prompts(count, seed=3), SamplingParams(max_new_tokens=new_tokens)
 
     def generate() -> int:
