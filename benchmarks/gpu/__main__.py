@@ -19,7 +19,8 @@ from pathlib import Path
 import benchmarks.gpu.hangs
 import benchmarks.gpu.memory
 import benchmarks.gpu.rollouts
-import benchmarks.gpu.training  # noqa: F401 - they declare checks
+import benchmarks.gpu.training
+import benchmarks.gpu.vllm  # noqa: F401 - they declare checks
 from benchmarks.gpu.harness import CHECKS, Machine, Outcome, perform
 from helmsman import LocalScheduler
 from helmsman.recipes.roles import ENGINE_MODULES
@@ -110,9 +111,10 @@ def run(names: Sequence[str], machine: Machine, out: Path) -> int:
         return 2
     print(about(machine), flush=True)
     outcomes = []
-    for name in names:
-        outcomes.append(perform(name, machine))
-        print(line(outcomes[-1]), flush=True)
+    with machine.closing:
+        for name in names:
+            outcomes.append(perform(name, machine))
+            print(line(outcomes[-1]), flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(
         f"{about(machine)}\n\n{HEADER}\n" + "".join(f"{line(each)}\n" for each in outcomes)

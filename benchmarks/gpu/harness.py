@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -12,8 +13,8 @@ import msgspec
 from helmsman import LocalScheduler, SchedulingSpec
 
 
-class DevicesMissingError(Exception):
-    """This machine lacks devices that a check needs; the message names them."""
+class UnmetNeedError(Exception):
+    """This machine lacks devices or a package that a check needs; the message names them."""
 
 
 class Machine:
@@ -32,6 +33,8 @@ class Machine:
         self.num_devices = scheduler.n_gpus_per_node
         self.is_rehearsal = is_rehearsal
         self.is_one_device = is_one_device
+        self.closing = contextlib.ExitStack()
+        """Ends what several checks share, after the last check."""
         self.model: dict[str, Any] = {
             "model_type": "qwen2",
             "vocab_size": 512 if self.is_rehearsal else 32_000,
@@ -52,9 +55,9 @@ class Machine:
         return SchedulingSpec(cpu=0.5, gpu=0 if on_host else devices, env_vars=env_vars)
 
     def require(self, num_devices: int, why: str) -> None:
-        """Raise DevicesMissingError if there are fewer devices."""
+        """Raise UnmetNeedError if there are fewer devices."""
         if self.num_devices < num_devices:
-            raise DevicesMissingError(
+            raise UnmetNeedError(
                 f"{why} needs {num_devices} devices; this machine has {self.num_devices}"
             )
 
@@ -116,7 +119,7 @@ def perform(name: str, machine: Machine) -> Outcome:
     started = time.monotonic()
     try:
         figures = CHECKS[name](machine)
-    except DevicesMissingError as reason:
+    except UnmetNeedError as reason:
         return Outcome(
             name=name, result="not run", seconds=time.monotonic() - started, reason=str(reason)
         )

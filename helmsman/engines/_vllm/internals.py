@@ -1,12 +1,16 @@
-"""Uses of vLLM beyond its public interface; written for vLLM 0.32 and tested with it on CPU."""
+"""Uses of vLLM beyond its public interface; written for vLLM 0.32 and tested with it on CPU.
+
+Any vLLM that has these internals is accepted: ``probe`` looks for them by name.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import importlib
 import multiprocessing
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,9 +19,22 @@ import torch
 from helmsman.api.extras import needed_by
 from helmsman.api.suggestions import did_you_mean
 
-OLDEST = (0, 32)
-"""The oldest supported vLLM, which the tests use."""
-_OLDEST_TEXT = ".".join(map(str, OLDEST))
+INTERNALS = {
+    "vllm": "AsyncEngineArgs.create_engine_config",
+    "vllm.config": "set_current_vllm_config",
+    "vllm.distributed.parallel_state": "get_world_group",
+    "vllm.model_executor.model_loader.reload": "finalize_layerwise_reload "
+    "initialize_layerwise_reload",
+    "vllm.ray.ray_env": "get_env_vars_to_copy",
+    "vllm.usage.usage_lib": "UsageContext.LLM_CLASS",
+    "vllm.v1.engine.async_llm": "AsyncLLM.collective_rpc AsyncLLM.errored AsyncLLM.sleep "
+    "AsyncLLM.pause_generation AsyncLLM.resume_generation AsyncLLM.wake_up",
+    "vllm.v1.engine.exceptions": "EngineDeadError",
+    "vllm.v1.engine.output_processor": "RequestState.make_request_output",
+    "vllm.v1.executor.multiproc_executor": "MultiprocExecutor.start_worker_monitor",
+    "vllm.v1.metrics.loggers": "StatLoggerBase.record",
+}
+"""Module of vLLM -> the names in it that this package uses."""
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -43,20 +60,27 @@ PRIVATE = 0o077
 
 
 class UnsupportedVLLMError(RuntimeError):
-    """The installed vLLM is too old, or lacks an internal that is used here."""
+    """The installed vLLM lacks an internal that is used here."""
 
 
 def require_vllm() -> None:
-    """Raise BackendNotInstalledError without vLLM, UnsupportedVLLMError for an old version."""
+    """Raise BackendNotInstalledError without vLLM."""
     with needed_by("VLLMEngine", "vllm"):
-        import vllm
-    text = str(getattr(vllm, "__version__", ""))
-    found = re.match(r"(\d+)\.(\d+)", text)  # a source build has no number and is accepted
-    if found and (int(found[1]), int(found[2])) < OLDEST:
-        raise UnsupportedVLLMError(
-            f"the installed vLLM is {text}; VLLMEngine supports {_OLDEST_TEXT} and later. "
-            "Install one of these with: pip install 'helmsman-rl[vllm]'"
-        )
+        import vllm  # noqa: F401
+
+
+def probe(internals: Mapping[str, str] = INTERNALS) -> None:
+    """Raise UnsupportedVLLMError unless the installed vLLM has all of these internals."""
+    pairs = [(module, name) for module, names in internals.items() for name in names.split()]
+    for module, name in pairs:
+        try:
+            functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError) as error:
+            version = getattr(importlib.import_module("vllm"), "__version__", "of no version")
+            raise UnsupportedVLLMError(
+                f"the installed vLLM, {version}, lacks {module}.{name}, which VLLMEngine uses: "
+                f"{error}. Install one that has it: pip install 'helmsman-rl[vllm]'"
+            ) from error
 
 
 def prepare_environment() -> None:
@@ -86,15 +110,10 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
         UnsupportedVLLMError: The installed vLLM lacks a part that is used here.
         Exception: Any error of vLLM's start.
     """
-    try:
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.metrics.loggers import StatLoggerBase
-    except ImportError as error:
-        raise UnsupportedVLLMError(
-            f"the installed vLLM lacks a part that VLLMEngine uses: {error}. It is tested with "
-            f"vLLM {_OLDEST_TEXT}; install it with: pip install 'helmsman-rl[vllm]'"
-        ) from error
+    probe()
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Listener(StatLoggerBase):  # type: ignore[misc, unused-ignore]
         def __init__(self, *_: Any, **__: Any) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helmsman.api.errors import BackendNotInstalledError
-from helmsman.engines._vllm.internals import UnsupportedVLLMError, prepare_environment
+from helmsman.engines._vllm.internals import UnsupportedVLLMError, prepare_environment, probe
 from helmsman.engines._vllm.transfer import read_shared, shared, split
 from helmsman.engines._weights.fit import expected_of, require_fit
 from helmsman.engines.vllm_config import VLLMConfig
@@ -68,22 +68,24 @@ def test_vllm_engine_names_install_command(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("version", "fits"), [("0.31.2", False), ("0.32.0+cpu", True), ("1.0", True), ("dev", True)]
+    ("module", "name", "error"),
+    [
+        ("json", "JSONDecoder.nothing", "has no attribute 'nothing'"),
+        ("json.nothing", "anything", "No module named 'json.nothing'"),
+    ],
 )
-def test_vllm_engine_version_of_vllm(
-    monkeypatch: pytest.MonkeyPatch, version: str, fits: bool
+def test_probe_names_missing_internal(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, error: str
 ) -> None:
     installed = types.ModuleType("vllm")
-    installed.__version__ = version  # type: ignore[attr-defined]
+    installed.__version__ = "0.31.2"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", installed)
-    if fits:
-        VLLMEngine(model="anywhere")
-    else:
-        with pytest.raises(
-            UnsupportedVLLMError,
-            match="the installed vLLM is 0.31.2; VLLMEngine supports 0.32 and later",
-        ):
-            VLLMEngine(model="anywhere")
+    there = {"json": "JSONDecoder.decode dumps"}
+    probe(there)
+    with pytest.raises(
+        UnsupportedVLLMError, match=f"vLLM, 0.31.2, lacks {module}.{name}, which .*: .*{error}"
+    ):
+        probe({**there, module: name})
 
 
 @pytest.mark.parametrize(
