@@ -70,7 +70,8 @@ def place_of(name_in_file: str) -> tuple[str, str]:
 def is_adapter_in_files(names: Iterable[str]) -> bool:
     """Return whether tensors of these names in files are an adapter."""
     ends = tuple(f".{part}.weight" for part in PARTS)
-    return all(name.startswith(PREFIX) and name.endswith(ends) for name in names)
+    found = list(names)
+    return bool(found) and all(name.startswith(PREFIX) and name.endswith(ends) for name in found)
 
 
 def write_received(folder: str, buckets: Iterable[Mapping[str, torch.Tensor]]) -> None:

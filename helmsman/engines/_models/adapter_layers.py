@@ -23,7 +23,7 @@ _ALL = "all-linear"
 
 
 class AdapterSwitch:
-    """What the adapters of a model have in common.
+    """The switch and the scale of all adapters of a model.
 
     Args:
         scale: Factor of B (A x).

@@ -89,7 +89,7 @@ class Adapters:
     def scaled(self, tensors: Mapping[str, torch.Tensor], gather: Gather) -> Gather:
         """Return a ``gather`` of adapters that multiplies each B by the scale.
 
-        What it returns computes W x + B (A x), so that nobody else needs to know the scale.
+        What it returns computes W x + B (A x), so that receivers need not know the scale.
         """
         factors = {
             id(tensor): self.form.scale if name.endswith(PARTS[1]) else 1.0

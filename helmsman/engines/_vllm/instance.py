@@ -72,7 +72,7 @@ class VLLMInstance:
         self._adapters: dict[str, Any] = {}
         self._adapter = config.adapter
         self._trained: TrainedAdapter | None = None
-        """What requests use when no loaded adapter is chosen."""
+        """The adapter of requests when no loaded one is chosen."""
         self._retired: list[TrainedAdapter] = []
         """Earlier ones, with which requests in flight end."""
         self._folders = tempfile.TemporaryDirectory(prefix="helmsman-adapters-")
