@@ -200,6 +200,7 @@ STRUCTS = {
     "SchedulingStrategy": "helmsman/api/jobs.py",
     "Job": "helmsman/api/jobs.py",
     "TrainConfig": "helmsman/engines/train_config.py",
+    "LoRA": "helmsman/engines/train_config.py",
     "VLLMConfig": "helmsman/engines/vllm_config.py",
 }
 """Classes of settings, with the files that define them."""

@@ -23,6 +23,10 @@ class WeightFormat(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
     """Pairs of a regular expression and its replacement in parameter names (``re.sub``), applied in
     order.
     """
+    adapters: bool = False
+    """Whether a trainer of adapters (TrainConfig.lora) sends these alone, to instances that have
+    their base model. Otherwise it sends the whole model with the adapters merged into it.
+    """
     bucket_bytes: int = 256 << 20
     """Size of a bucket: parameters that are cast, sent, written and checked together. Besides the
     model, a sender needs memory for two buckets and 64 MiB, with ViaDevice for three, and a

@@ -30,6 +30,7 @@ from helmsman.api.weights import (
     WeightsOnDisk,
     WeightTarget,
 )
+from helmsman.engines._models.adapter_files import name_in_file, write_adapter
 from helmsman.engines._models.checkpoint import Checkpointer
 from helmsman.engines._models.checkpoint_files import Progress
 from helmsman.engines._models.distributed import (
@@ -40,6 +41,7 @@ from helmsman.engines._models.distributed import (
     local_device_index,
     named_tensors,
 )
+from helmsman.engines._train.adapters import Adapters
 from helmsman.engines._train.batching import check_samples
 from helmsman.engines._train.model_runner import ModelRunner
 from helmsman.engines._train.offload import HostMemory
@@ -49,6 +51,7 @@ from helmsman.engines._train.sharded_model import build_sharded_model
 from helmsman.engines._weights.checkpoint_names import CheckpointNames
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.hf_export import MAX_SHARD_BYTES, export_hf
+from helmsman.engines._weights.sending import Gather
 from helmsman.engines.losses import prepare_loss
 from helmsman.engines.train_config import TrainConfig
 from helmsman.engines.weight_transfer import publish
@@ -75,6 +78,7 @@ class FSDPTrainEngine(TrainEngine):
         self._leave_group: weakref.finalize[[], FSDPTrainEngine] | None = None
         self._mesh: ParallelMesh | None = None
         self._model: nn.Module | None = None
+        self._adapters: Adapters | None = None
         self._in_files: CheckpointNames | None = None
         self._abort_reason = ""
         self._optimizer: FusedAdamW | None = None
@@ -128,7 +132,9 @@ class FSDPTrainEngine(TrainEngine):
         self._mesh = ParallelMesh(
             layout_of(self.config), current_platform.device_type, self.config.collective_timeout_s
         )
-        self._model, traits = build_sharded_model(self.config, self._mesh, self._device)
+        self._model, traits, self._adapters = build_sharded_model(
+            self.config, self._mesh, self._device
+        )
         self._runner = ModelRunner(self.config, traits, self._mesh, self._device, self._built_model)
         self._optimizer = None if self.config.frozen else make_optimizer(self._model, self.config)
 
@@ -255,6 +261,15 @@ class FSDPTrainEngine(TrainEngine):
         finally:
             reshard(model)
 
+    def forward_base(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """Like ``forward``, by the base model without its adapters: the initial policy.
+
+        Raises:
+            RuntimeError: The engine trains no adapters; and as ``forward``.
+        """
+        with self._trained_adapters().off():
+            return self.forward(samples)
+
     def export_weights(self) -> dict[str, torch.Tensor] | None:
         """Gather the full parameters on rank 0's host. A collective.
 
@@ -317,17 +332,25 @@ class FSDPTrainEngine(TrainEngine):
             OSError: The files cannot be written.
         """
         model = self._built_model(may_sleep=True)
+        tensors, in_files = named_tensors(model), self._names(model)
+        gather: Gather = self._memory.gather
         try:
-            self._in_files = self._in_files or CheckpointNames(model)
+            if form.adapters:
+                adapters = self._trained_adapters().select(tensors, base=False)
+                gather = self._trained_adapters().scaled(adapters, gather)
+                tensors = {name_in_file(name): each for name, each in adapters.items()}
+            elif self._adapters is not None:
+                gather = self._adapters.merged(tensors, gather)
+                tensors = self._adapters.select(tensors, base=True)
             return publish(
-                named_tensors(model),
+                tensors,
                 target,
                 form,
                 version=self._progress.version,
                 is_root=dist.get_rank() == 0,
                 group=self._weight_group,
-                gather=self._memory.gather,
-                in_files=self._in_files,
+                gather=gather,
+                in_files=None if form.adapters else in_files,
             )
         finally:
             self._weight_group.close_socket()
@@ -412,14 +435,55 @@ class FSDPTrainEngine(TrainEngine):
             RuntimeError: The engine has no model, or another rank failed.
         """
         model, source = self._built_model(may_sleep=True), self._source()
+        tensors = named_tensors(model)
+        gather: Gather = self._memory.gather
+        if self._adapters is not None:
+            gather = self._adapters.merged(tensors, gather)
+            tensors = self._adapters.select(tensors, base=True)
         export_hf(
             model,
             os.fspath(path),
+            tensors=tensors,
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
             source=source,
-            gather=self._memory.gather,
+            gather=gather,
         )
+
+    def export_adapter(self, path: str) -> None:
+        """Write the adapters as a folder that PEFT, vLLM and SGLang read. A collective.
+
+        Args:
+            path: Folder to write, all or nothing.
+
+        Raises:
+            OSError: The files cannot be written.
+            RuntimeError: The engine trains no adapters or has no model, or another rank failed.
+        """
+        adapters = self._trained_adapters()
+        tensors = adapters.select(named_tensors(self._built_model(may_sleep=True)), base=False)
+        wholes = self._memory.gather(list(tensors.values()))
+        with failing_together(f"exporting to {path}"):
+            if dist.get_rank() == 0:
+                write_adapter(
+                    os.fspath(path),
+                    adapters.form,
+                    dict(zip(tensors, wholes, strict=True)),
+                    base=self._source(),
+                )
+
+    def _trained_adapters(self) -> Adapters:
+        self._built_model(may_sleep=True)
+        if self._adapters is None:
+            raise RuntimeError(
+                "this train engine has no adapters to send or to write; give TrainConfig.lora, or "
+                "leave WeightFormat.adapters False"
+            )
+        return self._adapters
+
+    def _names(self, model: nn.Module) -> CheckpointNames:
+        self._in_files = self._in_files or CheckpointNames(model)
+        return self._in_files
 
     def _source(self) -> str | None:
         return self.config.model if isinstance(self.config.model, str) else None
@@ -480,7 +544,7 @@ class FSDPTrainEngine(TrainEngine):
             del self._runner
             # initialize() may build another model, which starts from these counts.
             self._progress = Progress(version=0, num_steps=0)
-        self._mesh = self._model = self._optimizer = None
+        self._mesh = self._model = self._optimizer = self._adapters = None
         if had_model:
             current_platform.empty_cache()
         leave, self._leave_group = self._leave_group, None

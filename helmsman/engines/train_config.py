@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,28 @@ LOSS_NAMES = (
     *("sft", "grpo", "ppo", "decoupled_ppo", "gspo", "cispo", "value", "dpo", "reward_model"),
 )
 """Short names of losses: the keys of helmsman.engines.losses.LOSSES, which imports torch."""
+
+
+class LoRA(
+    msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Low-rank adapters (arXiv:2106.09685): the model is frozen, and only they are trained."""
+
+    rank: Annotated[int, msgspec.Meta(ge=1)] = 16
+    """Rank of the matrices A and B."""
+    alpha: Annotated[float, msgspec.Meta(gt=0)] = 32.0
+    """The adapter's output is multiplied by alpha / rank."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Layers with an adapter, by PEFT's rules: a list of whole names or their ends, such as
+    ``[q_proj, v_proj]``; a regular expression of whole names; or ``all-linear``, every linear layer
+    but the output layer.
+    """
+    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    """Dropout of the adapters' inputs in training."""
+    dtype: str = "float32"
+    """Type of the adapters' parameters and their optimizer state."""
+    path: str = ""
+    """PEFT folder to start from, instead of rank, alpha and targets; empty for a new adapter."""
 
 
 class TrainConfig(
@@ -45,6 +67,8 @@ class TrainConfig(
     no optimizer, parameters are kept in ``compute_dtype``, and train_batch, save and load raise
     RuntimeError.
     """
+    lora: LoRA | None = None
+    """Adapters to train instead of the model, whose parameters are kept in ``compute_dtype``."""
     lr: float = 1e-5
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -131,6 +155,8 @@ class TrainConfig(
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid number; parallel sizes are checked by the engine."""
+        if self.lora is not None and self.frozen:
+            raise ValueError("frozen is true and lora is given: a frozen engine trains no adapters")
         for name in ("lr", "eps", "weight_decay", "num_warmup_steps", "num_prefetched_layers"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} is {value}; expected 0 or more, and finite")

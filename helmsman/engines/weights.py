@@ -5,6 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from helmsman.engines._models.adapter_files import is_adapter_in_files, place_of
+from helmsman.engines._models.adapter_layers import (
+    PARTS,
+    AdapterSwitch,
+    attach,
+    detach_all,
+    is_adapter,
+)
 from helmsman.engines._weights.checkpoint_names import CheckpointNames
 from helmsman.engines._weights.fit import form_in_files, form_of, require_fit
 from helmsman.engines.weight_transfer import Incoming
@@ -34,26 +42,35 @@ def partial_update(cause: Exception | str) -> PartialWeightUpdateError:
 def apply_weights(model: nn.Module, weights: Incoming) -> None:
     """Copy weights into a model in place, converting dtype and device.
 
-    Nothing changes unless every name and shape fits.
+    Nothing changes unless every name and shape fits. An adapter replaces an earlier one; a whole
+    model has none.
 
     Args:
         model: The model; its parameters stay the same tensor objects.
         weights: All parameters and persistent buffers, of any dtype and device, by their names
             either in Hugging Face files or in the model. A tensor with several names (tied
-            embeddings) may come under any one of them.
+            embeddings) may come under any one of them. Or an adapter, by its names in PEFT's files.
 
     Raises:
         ValueError: Names are missing or unexpected, or a shape differs. The model is unchanged.
         PartialWeightUpdateError: The update failed after the first parameter had changed.
         Exception: Any error of the transfer before that, unchanged.
     """
-    targets: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
+    if is_adapter_in_files(weights.shapes):
+        _apply_adapter(model, weights)
+        return
+    targets: dict[str, torch.Tensor] = {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if not is_adapter(name)
+    }
     forms = [form_of(targets)]
     if not targets.keys() >= weights.shapes.keys():
         in_files = CheckpointNames(model)
         forms.insert(0, form_in_files(in_files))
         targets.update(in_files.views(targets))
     require_fit(forms, weights.shapes)
+    detach_all(model)
     is_torn = False
     try:
         for bucket in weights:
@@ -64,3 +81,34 @@ def apply_weights(model: nn.Module, weights: Incoming) -> None:
         if is_torn:
             raise partial_update(error) from error
         raise
+
+
+def _apply_adapter(model: nn.Module, weights: Incoming) -> None:
+    linears = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    layers: dict[str, dict[str, str]] = {}
+    for name, shape in weights.shapes.items():
+        layer, part = place_of(name)
+        size = linears[layer].weight.shape[part == PARTS[0]] if layer in linears else 0
+        if shape[part == PARTS[0]] != size:
+            raise ValueError(
+                f"the adapter does not fit the rollout model, which is unchanged: {name} has the "
+                f"shape {tuple(shape)}, and {layer} of the model "
+                + (f"{tuple(linears[layer].weight.shape)}" if size else "is no linear layer")
+            )
+        layers.setdefault(layer, {})[part] = name
+    if lone := [layer for layer, parts in layers.items() if len(parts) < len(PARTS)]:
+        raise ValueError(f"the adapter has only one matrix for {lone[0]}, expected A and B")
+    received = {name: tensor.clone() for bucket in weights for name, tensor in bucket.items()}
+    detach_all(model)
+    for layer, parts in layers.items():
+        like = linears[layer].weight
+        attach(
+            linears[layer],
+            {
+                part: nn.Parameter(received[name].to(like.device, like.dtype), requires_grad=False)
+                for part, name in parts.items()
+            },
+            AdapterSwitch(scale=1.0),
+        )

@@ -15,7 +15,7 @@ from helmsman.api.pairs import pair_samples
 from helmsman.recipes.batches import log_likelihood, split, train_metrics
 from helmsman.recipes.prompts import Encode, Row, preferences
 from helmsman.recipes.recipe import Recipe
-from helmsman.recipes.reference import Reference
+from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
 from helmsman.recipes.roles import learning_rate, make_trainer, sibling_job, train_job
 from helmsman.recipes.run import Run, is_due
 from helmsman.recipes.settings import DPOSettings, RunSettings
@@ -110,8 +110,11 @@ class DPO(Recipe[DPOSettings]):
         return preferences
 
     def jobs(self) -> list[Job]:
-        """Return the jobs of trainer and reference."""
-        return [train_job(self.settings), sibling_job(self.settings, "reference")]
+        """Return the jobs of trainer and reference; adapters have their base model for one."""
+        jobs = [train_job(self.settings)]
+        if self.settings.train.lora is None:
+            jobs.append(sibling_job(self.settings, "reference"))
+        return jobs
 
     def start(
         self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
@@ -119,10 +122,12 @@ class DPO(Recipe[DPOSettings]):
         """Start trainer and reference."""
         settings, dataset = self.settings, self.dataset
         trainer = held.enter_context(make_trainer(settings, scheduler, jobs["train"]))
-        ranks = held.enter_context(make_trainer(settings, scheduler, jobs["reference"]))
+        ranks = None
+        if (job := jobs.get("reference")) is not None:
+            ranks = held.enter_context(make_trainer(settings, scheduler, job))
+        reference = BaseReference(trainer) if ranks is None else FrozenReference(ranks, settings)
 
         def run(trackers: Trackers) -> None:
-            reference = Reference(ranks, settings)
             train(Run(settings, trainer, dataset.train, trackers), reference, dataset.held_out)
 
         return run

@@ -21,7 +21,7 @@ from helmsman.recipes.episodes import Episodes
 from helmsman.recipes.grpo import GRPOLoop
 from helmsman.recipes.prompts import Dataset
 from helmsman.recipes.recipe import Recipe
-from helmsman.recipes.reference import Reference
+from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
 from helmsman.recipes.rewards import make_caller
 from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
 from helmsman.recipes.run import Run
@@ -164,6 +164,12 @@ class GRPO(Recipe[GRPOSettings]):
         else:
             answers = SingleAnswers(rollout, self.tokenizer, scorer)
 
+        reference: Reference | None = None
+        if ranks is not None:
+            reference = FrozenReference(ranks, settings)
+        elif settings.algorithm.kl_coef:
+            reference = BaseReference(trainer)
+
         def train(trackers: Trackers) -> None:
             rows, num_samples = self.dataset.train, settings.samples_per_prompt
             run = Run(settings, trainer, rows, trackers, num_samples=num_samples)
@@ -180,7 +186,7 @@ class GRPO(Recipe[GRPOSettings]):
                 devices=devices,
                 episodes=episodes,
                 answers=answers,
-                reference=None if ranks is None else Reference(ranks, settings),
+                reference=reference,
                 critic=critic,
                 held_out=self.dataset.held_out,
                 tokenizer=self.tokenizer,

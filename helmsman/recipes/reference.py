@@ -1,7 +1,8 @@
-"""The reference model: a frozen copy of the initial model, for reference log-probabilities."""
+"""The reference model: the initial model, for reference log-probabilities."""
 
 from __future__ import annotations
 
+import abc
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,33 @@ from helmsman.recipes.settings import GRPOSettings, RunSettings
 log = logging.getLogger(__name__)
 
 
-class Reference:
-    """Computes log-probabilities on frozen ranks.
+class Reference(abc.ABC):
+    """Computes log-probabilities by the initial model."""
+
+    def add_logprobs(self, samples: Sequence[dict[str, Any]]) -> None:
+        """Add ``ref_logprobs`` to the samples, (T,) float32 each."""
+        tokens = [{"input_ids": sample["input_ids"]} for sample in samples]
+        for sample, logprobs in zip(samples, self.logprobs(tokens), strict=True):
+            sample["ref_logprobs"] = logprobs
+
+    @abc.abstractmethod
+    def logprobs(self, tokens: Sequence[dict[str, Any]]) -> list[Any]:
+        """Return the log-probabilities of samples, (T,) float32 each."""
+
+
+class BaseReference(Reference):
+    """The base model of a trainer of adapters, which takes no memory of its own."""
+
+    def __init__(self, trainer: TrainController) -> None:
+        self._trainer = trainer
+
+    def logprobs(self, tokens: Sequence[dict[str, Any]]) -> list[Any]:
+        """See Reference."""
+        return self._trainer.forward_base(tokens)
+
+
+class FrozenReference(Reference):
+    """A frozen copy of the initial model on ranks of its own.
 
     When a rank dies, all ranks are rebuilt: they have no state to restore.
 
@@ -28,19 +54,14 @@ class Reference:
         self._ranks, self._most = ranks, settings.checkpoints.max_recoveries
         self._takes_turns = isinstance(settings, GRPOSettings) and settings.cluster.takes_turns
 
-    def add_logprobs(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Add ``ref_logprobs`` to the samples, (T,) float32 each.
+    def logprobs(self, tokens: Sequence[dict[str, Any]]) -> list[Any]:
+        """See Reference.
 
         Raises:
             WorkerFailedError: A rank was lost after ``max_recoveries`` rebuilds.
             StartError: A rebuild failed, and ``max_recoveries`` is reached.
             GroupCallError: Several ranks failed.
         """
-        tokens = [{"input_ids": sample["input_ids"]} for sample in samples]
-        for sample, logprobs in zip(samples, self._logprobs(tokens), strict=True):
-            sample["ref_logprobs"] = logprobs
-
-    def _logprobs(self, tokens: Sequence[dict[str, Any]]) -> list[Any]:
         is_lost = False
         while True:
             try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from helmsman import (
     Job,
@@ -33,6 +35,8 @@ ENGINES = {
     "server": "helmsman.engines.server_engine.ServerEngine",
 }
 """Rollout engines by name."""
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's max_lora_rank."""
 _POLICIES = {
     "least_tokens": LeastOutstandingTokens,
     "prefix": PrefixAffinity,
@@ -58,7 +62,7 @@ def make_jobs(settings: GRPOSettings) -> list[Job]:
             ray_placement_strategy="deferred" if cluster.rollout_spans_nodes else "separate",
         )
         jobs.append(Job(role="rollout", replicas=cluster.rollout_instances, tasks=[spec]))
-    if settings.algorithm.kl_coef:
+    if settings.algorithm.kl_coef and settings.train.lora is None:
         jobs.append(sibling_job(settings, "reference"))
     if settings.algorithm.preset == "ppo":
         jobs.append(sibling_job(settings, "critic"))
@@ -118,6 +122,8 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
         "lr": settings.train.lr,
         **settings.train.engine,
     }
+    if job.role != "train":
+        arguments.pop("lora", None)
     if job.role == "reference":
         arguments["frozen"] = True
     if job.role == "critic" and isinstance(settings, GRPOSettings):
@@ -163,7 +169,28 @@ def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
         arguments["enable_sleep_mode" if rollout.engine == "vllm" else "sleep"] = (
             cluster.takes_turns
         )
+    if rollout.engine == "vllm" and sends_adapters(settings):
+        assert settings.train.lora is not None
+        rank = adapter_rank(settings.train.lora)
+        arguments["max_lora_rank"] = next((each for each in _VLLM_RANKS if each >= rank), rank)
+        # Requests of each version that may still be trained on can be in one batch.
+        arguments["max_loras"] = 2 + math.ceil(rollout.staleness)
     return {**arguments, **rollout.engine_args}
+
+
+def sends_adapters(settings: GRPOSettings) -> bool:
+    """Return whether adapters are trained, and sent alone."""
+    way = settings.sync.lora
+    takes = way == "adapter" or (way == "auto" and settings.rollout.engine in ("vllm", "hf"))
+    return settings.train.lora is not None and takes
+
+
+def adapter_rank(lora: Mapping[str, Any]) -> int:
+    """Return the rank of ``train.engine.lora``, which may come from a folder."""
+    if lora.get("path"):
+        entries = msgspec.json.decode((Path(lora["path"]) / "adapter_config.json").read_bytes())
+        return int(entries["r"])
+    return int(lora.get("rank", 16))
 
 
 def make_sync(
@@ -178,7 +205,12 @@ def make_sync(
         "disk": lambda: ViaDisk(sync.folder or str(Path(settings.out).absolute() / "weights")),
     }
     way = None if sync.way == "auto" else ways[sync.way]()
-    form = WeightFormat(dtype=sync.dtype, bucket_bytes=sync.bucket_mb << 20, checksum=sync.checksum)
+    form = WeightFormat(
+        dtype=sync.dtype,
+        adapters=sends_adapters(settings),
+        bucket_bytes=sync.bucket_mb << 20,
+        checksum=sync.checksum,
+    )
     return WeightSync(trainer, rollout, way, form=form, in_flight=sync.in_flight)
 
 

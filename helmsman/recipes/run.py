@@ -152,7 +152,12 @@ class Run(Generic[S]):
         """Write the model of the last step, where ``checkpoints.export`` asks for it."""
         kept = self.settings.checkpoints
         if kept.export == "last":
-            self.trainer.export_hf(str(self.out.absolute() / "model"), kept.export_dtype)
+            self._export(self.out.absolute())
+
+    def _export(self, folder: Path) -> None:
+        self.trainer.export_hf(str(folder / "model"), self.settings.checkpoints.export_dtype)
+        if self.settings.train.lora is not None:
+            self.trainer.export_adapter(str(folder / "adapter"))
 
     def _begin(self, step: int) -> None:
         """Restore all parts, and drop records of this and later steps."""
@@ -181,7 +186,7 @@ class Run(Generic[S]):
         for part in self.parts:
             part.save(folder)
         if kept.export == "all":
-            self.trainer.export_hf(str(folder / "model"), kept.export_dtype)
+            self._export(folder)
 
 
 def is_due(step: int, *, every: int, last: int, at_start: bool = True) -> bool:

@@ -92,8 +92,14 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Optimizer steps per batch; each uses an equal part of the batch."""
     engine: dict[str, Any] = {}
     """Other fields of helmsman.engines.train_config.TrainConfig, such as
-    max_tokens_per_micro_batch, num_warmup_steps, gradient_checkpointing, tensor_parallel_size or
-    context_parallel_size."""
+    max_tokens_per_micro_batch, num_warmup_steps, gradient_checkpointing, tensor_parallel_size,
+    context_parallel_size or lora."""
+
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """The adapters that are trained instead of the model, ``engine.lora``."""
+        found: dict[str, Any] | None = self.engine.get("lora")
+        return found
 
     @property
     def model_parallel_size(self) -> int:
@@ -336,6 +342,11 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Size of the buckets in which parameters are sent, in MB."""
     checksum: bool = False
     """Verify a checksum of every parameter on arrival."""
+    lora: Literal["auto", "adapter", "merged"] = "auto"
+    """Weights that a trainer of adapters (train.engine.lora) sends. ``adapter``: the adapters alone, for
+    ``vllm`` and ``hf``; with vLLM, requests in flight end under the adapter that they began with.
+    ``merged``: the whole model with the adapters merged into it, for any engine; ``auto``:
+    ``adapter`` where the engine takes it."""
     in_flight: Literal["keep", "wait", "abort"] = "keep"
     """Requests in flight during an update. ``keep``: they continue with the new weights; ``wait``:
     they finish with the old weights first; ``abort``: they are aborted and resume with the new

@@ -258,7 +258,9 @@ def _tokens(
     settings: RunSettings, shape: ModelShape, memory: float, source: str, width: int
 ) -> tuple[str, Any, str]:
     """Derive tokens per micro-batch: memory left by the state, over activations per token."""
-    state = _STATE_BYTES * shape.num_parameters / settings.cluster.train_workers
+    is_frozen = settings.train.lora is not None  # but for its adapters, which are small
+    per_parameter = width if is_frozen else _STATE_BYTES
+    state = per_parameter * shape.num_parameters / settings.cluster.train_workers
     kept = 2 * shape.hidden_size
     if not settings.train.engine.get("gradient_checkpointing"):
         kept = 12 * shape.hidden_size + 3 * (shape.intermediate_size or 4 * shape.hidden_size)

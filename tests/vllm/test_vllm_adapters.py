@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helmsman.api.errors import EngineDeadError
+from helmsman.api.generation import SamplingParams
+from helmsman.api.weights import WeightsOnDisk
 from helmsman.engines.vllm_engine import VLLMEngine
 from helmsman.engines.weights import PartialWeightUpdateError
-from tests.vllm.vllm_models import ENGINE, LLAMA, folder_of, model_of, weights_of
-from tests.vllm.vllm_served import Fatal, Served, require_the_trainers
+from tests.vllm.vllm_models import ENGINE, LLAMA, differences, folder_of, model_of, weights_of
+from tests.vllm.vllm_served import Fatal, Served, broadcast, hand_over, require_the_trainers
 
 pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
 
@@ -113,6 +115,46 @@ async def test_adapter_replaced_by_name(served: Served, tmp_path: Path) -> None:
     await require_the_trainers(
         served, "an adapter replaced in its folder, whose keys and values are not found again"
     )
+
+
+def _sent(adapter: str) -> dict[str, torch.Tensor]:
+    """Return an adapter as a trainer sends it: by its names in files, with the scale in B."""
+    return {
+        name: tensor * (ALPHA / RANK if "lora_B" in name else 1)
+        for name, tensor in load_file(f"{adapter}/adapter_model.safetensors").items()
+    }
+
+
+async def test_trained_adapter(served: Served, tmp_path: Path) -> None:
+    """Requests in flight end under the adapter, and the version, that they began with."""
+    base = model_of(LLAMA, seed=1)
+    await served.engine.use_lora()
+    folders = [_adapter(base, 20 + number, tmp_path / str(number)) for number in range(5)]
+    merged = [_merged(LLAMA, 1, folder) for folder in folders]
+    await served.engine.update_weights(_sent(folders[0]), 10)
+    served.model = merged[0]
+    await require_the_trainers(served, "an adapter in memory")
+    long = SamplingParams(temperature=0.0, max_new_tokens=64)
+    begun = await served.begun(served.request([7, 8, 9], long))
+    await served.engine.update_weights(_sent(folders[1]), 11)
+    served.model = merged[1]
+    await require_the_trainers(served, "an adapter beside requests of the last one")
+    result = await begun
+    assert set(result.versions) == {10}
+    assert differences(merged[0], [[7, 8, 9]], [result]).max() < 1e-3
+    await broadcast(served, merged[2], 12, _sent(folders[2]))
+    await require_the_trainers(served, "an adapter by broadcasts")
+    await hand_over(served, merged[3], 13, _sent(folders[3]), 1)
+    await require_the_trainers(served, "an adapter by a buffer")
+    save_file(_sent(folders[4]), tmp_path / "model-1.safetensors")
+    weight_map = dict.fromkeys(_sent(folders[4]), "model-1.safetensors")
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    await served.engine.update_weights(WeightsOnDisk(str(tmp_path)), 14)
+    served.model = merged[4]
+    await require_the_trainers(served, "an adapter in files")
+    await served.bring(base, 15)
+    await require_the_trainers(served, "a whole model instead of an adapter")
 
 
 async def test_adapter_base_weights_updated(served: Served, tmp_path: Path) -> None:

@@ -251,9 +251,11 @@ class Ranks:
         statistics: dict[str, float] = results[0]
         return statistics
 
-    async def forward(self, samples: Sequence[Sample], timeout: float | None) -> list[Any]:
+    async def forward(
+        self, samples: Sequence[Sample], timeout: float | None, method: str = "forward"
+    ) -> list[Any]:
         shares = self._split(samples)
-        results = await self._call_shares("forward", samples, shares, (), timeout)
+        results = await self._call_shares(method, samples, shares, (), timeout)
         ordered: list[Any] = [None] * len(samples)
         for head, share in enumerate(shares):
             returned = results[head * self._size]

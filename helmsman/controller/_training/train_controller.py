@@ -181,6 +181,26 @@ class TrainController(RoleController):
 
     forward = blocking(async_forward)
 
+    async def async_forward_base(
+        self, samples: Sequence[Sample], timeout: float | None = None
+    ) -> list[Any]:
+        """Like ``forward``, by the base model of a trainer of adapters: the initial policy.
+
+        Args:
+            samples: The batch, in any order; see helmsman.api.engines.Sample.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+
+        Returns:
+            One (T,) float32 array per sample, on the host, in the order of ``samples``.
+
+        Raises:
+            GroupCallError: A rank failed, or trains no adapters; a job with one rank raises its
+                CallError.
+        """
+        return await run_async(self._ranks.forward(samples, timeout, "forward_base"))
+
+    forward_base = blocking(async_forward_base)
+
     async def async_save(
         self,
         path: str | os.PathLike[str],
@@ -243,6 +263,23 @@ class TrainController(RoleController):
         )
 
     export_hf = blocking(async_export_hf)
+
+    async def async_export_adapter(
+        self, path: str | os.PathLike[str], timeout: float | None = None
+    ) -> None:
+        """Write the adapters as a folder in the form of PEFT.
+
+        Args:
+            path: The folder, which appears only when it is complete.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+
+        Raises:
+            GroupCallError: A rank failed, or trains no adapters; a job with one rank raises its
+                CallError.
+        """
+        await run_async(self._ranks.replicated("export_adapter", os.fspath(path), timeout=timeout))
+
+    export_adapter = blocking(async_export_adapter)
 
     async def async_sleep(self, timeout: float | None = None) -> None:
         """Move the state of all ranks to host memory, to free their devices. Idempotent.

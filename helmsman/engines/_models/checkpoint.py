@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -200,7 +200,7 @@ class Checkpointer:
             saved = read_saved(path)
             check_saved_head(path, head_of(model), exact=True)
             reader, found = read_contents(path)
-            _check_shapes(path, model, found)
+            _check_shapes(path, _model_tensors(model), found)
             states = _empty_states(model, found)
         self._join_group()
         random = self._random_state() if saved.num_ranks == dist.get_world_size() else {}
@@ -238,22 +238,36 @@ class Checkpointer:
                 torch.get_device_module(self._device).set_rng_state(tensor)
 
 
-def read_parameters(path: str, model: nn.Module) -> None:
+def read_parameters(path: str, model: nn.Module, names: Collection[str] | None = None) -> None:
     """Read the parameters of a checkpoint into an unsharded model, in one process.
+
+    Only those of these ``names`` are read, or all.
 
     Raises:
         ValueError: There is no complete checkpoint, or it is one of another model.
     """
     read_saved(path)
     reader, found = read_contents(path)
-    _check_shapes(path, model, found)
+    tensors = {
+        f"model.{name}": tensor.detach()
+        for name, tensor in named_tensors(model).items()
+        if names is None or name in names
+    }
+    _check_shapes(path, tensors, found)
     with plain_errors(f"reading {path}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(_model_tensors(model)), storage_reader=reader, no_dist=True)
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
+    """Return the tensors that training changes: all, or the adapters of a frozen model."""
+    trained = {id(each) for each in model.parameters() if each.requires_grad}
+    has_adapters = len(trained) < sum(1 for _ in model.parameters())
+    return {
+        f"model.{name}": tensor.detach()
+        for name, tensor in named_tensors(model).items()
+        if id(tensor) in trained or not has_adapters
+    }
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -297,9 +311,16 @@ def _staged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def _check_shapes(path: str, model: nn.Module, found: Mapping[str, TensorStorageMetadata]) -> None:
-    own = {name: tuple(tensor.shape) for name, tensor in _model_tensors(model).items()}
+def _check_shapes(
+    path: str, tensors: Mapping[str, torch.Tensor], found: Mapping[str, TensorStorageMetadata]
+) -> None:
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     other = {name: tuple(each.size) for name, each in found.items() if name.startswith("model.")}
+    if other and all(".lora_" in name for name in other) and own.keys().isdisjoint(other):
+        raise ValueError(
+            f"{path!r} holds the adapters of a model without the model itself. Give the exported "
+            "model of that run, or its base model with lora.path, the exported adapter"
+        )
     if own != other:
         names = sorted(
             name for name in own.keys() | other.keys() if own.get(name) != other.get(name)

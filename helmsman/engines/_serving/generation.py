@@ -73,9 +73,15 @@ class Generation:
     """A request with its LoRA adapter and the tokens generated so far, in one or more attempts."""
 
     def __init__(
-        self, request: GenerationRequest, max_model_len: int | None, adapter: Any = None
+        self,
+        request: GenerationRequest,
+        max_model_len: int | None,
+        adapter: Any = None,
+        version: int | None = None,
     ) -> None:
         self.request, self.adapter = request, adapter
+        self.version = version
+        """Version of its adapter, under which it ends; None if its tokens have the server's."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []

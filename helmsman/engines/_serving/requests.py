@@ -114,13 +114,18 @@ class Requests:
             self._changed.notify_all()
 
     async def generate(
-        self, requests: Sequence[GenerationRequest], adapter: Any = None
+        self,
+        requests: Sequence[GenerationRequest],
+        adapter: Any = None,
+        version: int | None = None,
     ) -> list[GenerationResult]:
         """Continue one prompt, once for each request.
 
         Args:
             requests: Requests with the same prompt.
             adapter: LoRA adapter of the server; None for none.
+            version: Version of a trained adapter, for all of their tokens; None for the version
+                that is served when a token arrives.
 
         Returns:
             Results in the order of the requests.
@@ -132,7 +137,7 @@ class Requests:
         with contextlib.ExitStack() as stack:
             generations = []
             for request in requests:
-                generations.append(self._admit(request, adapter))
+                generations.append(self._admit(request, adapter, version))
                 stack.callback(self.generations.pop, request.request_id)
             alike = all(
                 each.sampling == requests[0].sampling and each.sampling.seed is None
@@ -164,12 +169,12 @@ class Requests:
         await self.notify()
         return num_ended
 
-    def _admit(self, request: GenerationRequest, adapter: Any) -> Generation:
+    def _admit(self, request: GenerationRequest, adapter: Any, version: int | None) -> Generation:
         if request.request_id in self.generations:
             raise already_in_flight(request.request_id)
         check_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         generation = self.generations[request.request_id] = Generation(
-            request, self._max_model_len, adapter
+            request, self._max_model_len, adapter, version
         )
         return generation
 
@@ -216,7 +221,8 @@ class Requests:
     ) -> None:
         """Add tokens of an attempt's generation, and its stop reason if it has ended."""
         generation = attempt.generations[index]
-        generation.add(token_ids, logprobs, self.version)
+        version = self.version if generation.version is None else generation.version
+        generation.add(token_ids, logprobs, version)
         attempt.has_tokens = attempt.has_tokens or bool(token_ids)
         self.num_generated_tokens += len(token_ids)
         if reason is None:

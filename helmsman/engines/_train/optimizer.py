@@ -60,7 +60,7 @@ class FusedAdamW(torch.optim.AdamW):
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> FusedAdamW:
     return FusedAdamW(
-        model.parameters(),
+        [each for each in model.parameters() if each.requires_grad],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,

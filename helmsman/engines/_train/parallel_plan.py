@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -78,6 +78,8 @@ class TensorPlan:
             if inner_name in self._styles:
                 # All ranks have built the same weights, so nothing needs to be sent.
                 parallelize_module(inner, mesh, self._style(inner_name), src_data_rank=None)
+                if hasattr(inner, "lora_A"):
+                    _split_adapter(inner, mesh, is_row=self._styles[inner_name] in _ROW_STYLES)
                 if isinstance(inner, nn.Embedding):
                     _keep_padding_fixed(inner)
         if tied and self._embedding_name in self._styles:
@@ -225,6 +227,16 @@ def _replicate_input(module: nn.Module, mesh: DeviceMesh) -> None:
         return args, kwargs
 
     module.register_forward_pre_hook(replicate, with_kwargs=True)
+
+
+def _split_adapter(layer: nn.Module, mesh: DeviceMesh, *, is_row: bool) -> None:
+    """Split B by the outputs of its layer, or A by its inputs; the other one is small."""
+    places = (Shard(1), Replicate()) if is_row else (Replicate(), Shard(0))
+    for part, place in zip(("lora_A", "lora_B"), places, strict=True):
+        whole: Any = getattr(layer, part)
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        split = distribute_tensor(whole.detach(), mesh, [place], src_data_rank=None)
+        layer.register_parameter(part, nn.Parameter(split))
 
 
 def _keep_padding_fixed(embedding: nn.Embedding) -> None:

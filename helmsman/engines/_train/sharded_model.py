@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from helmsman.engines._models.distributed import failing_together
 from helmsman.engines._models.model import build_model, checkpoint_layers, resolve_dtype
+from helmsman.engines._train.adapters import Adapters
 from helmsman.engines._train.attention import (
     check_heads,
     compile_layers,
@@ -23,7 +24,7 @@ from helmsman.engines._train.offload import offload_policy, place
 from helmsman.engines._train.output_layer import return_statistics
 from helmsman.engines._train.parallel import ParallelMesh, shard_model
 from helmsman.engines._train.parallel_plan import TensorPlan
-from helmsman.engines._weights.deferred import DeferredModel, defer_model
+from helmsman.engines._weights.deferred import DeferredModel, defer_model, fill
 from helmsman.engines._weights.model_folder import check_model_folder
 from helmsman.engines.train_config import TrainConfig
 
@@ -41,7 +42,7 @@ class ModelTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_sharded_model(
     config: TrainConfig, mesh: ParallelMesh, device: torch.device
-) -> tuple[nn.Module, ModelTraits]:
+) -> tuple[nn.Module, ModelTraits, Adapters | None]:
     """Build the model of a configuration, and keep this rank's shards on its device. A collective.
 
     Raises:
@@ -50,8 +51,10 @@ def build_sharded_model(
     """
     with failing_together("building the model"):
         compute_dtype = resolve_dtype(config.compute_dtype)
-        model, deferred = _build(config, compute_dtype if config.frozen else torch.float32)
-        model.requires_grad_(not config.frozen)
+        is_frozen = config.frozen or config.lora is not None
+        model, deferred = _build(config, compute_dtype if is_frozen else torch.float32)
+        model.requires_grad_(not is_frozen)
+        adapters = None if config.lora is None else Adapters(model, config.lora, config.seed)
         plan, traits = _prepare(model, config, compute_dtype)
     # A single rank has nothing to gather or to sum; FSDP would copy every parameter and gradient.
     if dist.get_world_size() > 1 or config.offload == "all":
@@ -70,7 +73,9 @@ def build_sharded_model(
     if deferred is not None:
         with failing_together("reading the model's weights"):
             deferred.read(torch.device("cpu") if config.offload == "all" else device)
-    return place(model, device, config.offload), traits
+    if adapters is not None:
+        fill(model, adapters.take_values())
+    return place(model, device, config.offload), traits, adapters
 
 
 def _build(config: TrainConfig, dtype: torch.dtype) -> tuple[nn.Module, DeferredModel | None]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import GenerationRequest, GenerationResult
@@ -26,6 +29,14 @@ from helmsman.engines.weights import PartialWeightUpdateError, partial_update
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.25
+
+
+class TrainedAdapter(NamedTuple):
+    """An adapter that a trainer has sent."""
+
+    adapter: Any
+    """vLLM's LoRARequest."""
+    version: int
 
 
 class VLLMInstance:
@@ -60,6 +71,11 @@ class VLLMInstance:
         self.state = WeightState.AWAKE
         self._adapters: dict[str, Any] = {}
         self._adapter = config.adapter
+        self._trained: TrainedAdapter | None = None
+        """The adapter of requests when no loaded one is chosen."""
+        self._retired: list[TrainedAdapter] = []
+        """Earlier ones, with which requests in flight end."""
+        self._folders = tempfile.TemporaryDirectory(prefix="helmsman-adapters-")
         self._watch: asyncio.Task[None] | None = None
         self._died: asyncio.Event = asyncio.Event()
         self._cache_usage = 0.0
@@ -145,6 +161,7 @@ class VLLMInstance:
         self._died.set()
         if self._others is not None:
             self._others.close()
+        self._folders.cleanup()
         if self._llm is not None:
             self._llm.shutdown()
             await asyncio.sleep(0)  # let the loop run vLLM's close callbacks
@@ -161,7 +178,10 @@ class VLLMInstance:
         self._require_life()
         if not self.state.has_cache:
             raise RuntimeError("a request arrived while the engine is asleep; call wake() first")
-        return await self.requests.generate(requests, self._adapters.get(self._adapter))
+        if self._trained is None or self._adapter:
+            return await self.requests.generate(requests, self._adapters.get(self._adapter))
+        trained = self._trained
+        return await self.requests.generate(requests, trained.adapter, trained.version)
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
         """End requests early (None: all) with all of their tokens; return how many were ended."""
@@ -270,9 +290,14 @@ class VLLMInstance:
             self.requests.hold()
             try:
                 await self._stop_decoding()
-                await self._transfer.carry(weights, self._on_all_ranks)
+                folder = os.path.join(self._folders.name, str(version))
+                shutil.rmtree(folder, ignore_errors=True)
+                if await self._transfer.carry(weights, self._on_all_ranks, folder):
+                    await self._take_adapter(folder, version)
+                    return version
                 if not self.state.is_whole:
                     await self._restore_adapters()
+                await self._retire_trained(None)
             except PartialWeightUpdateError:
                 self._on(WeightEvent.TORN)
                 raise
@@ -283,6 +308,42 @@ class VLLMInstance:
             finally:
                 await self._go_on()
             return version
+
+    async def _take_adapter(self, folder: str, version: int) -> None:
+        """Use an adapter for new requests; those in flight end with the one they began with."""
+        from vllm.lora.request import LoRARequest
+
+        if not self.config.max_lora_rank:
+            raise ValueError(
+                "a trained adapter arrived, but max_lora_rank is 0; set it to the rank of the "
+                "adapter or more"
+            )
+        if self._others is not None:
+            raise ValueError(
+                "a trained adapter arrived at an instance that spans nodes; send the whole model "
+                "(WeightFormat.adapters False)"
+            )
+        if not self.state.is_whole:
+            raise RuntimeError(
+                "a trained adapter arrived, but the base model's weights are gone (sleep at level "
+                "2, or a failed update); sleep at level 1, or send the whole model first"
+            )
+        number = next(self._lora_numbers)
+        adapter = LoRARequest(f"version {version}", number, folder)
+        await self._add_adapter(adapter)
+        await self._retire_trained(TrainedAdapter(adapter, version))
+        self.requests.version = version
+
+    async def _retire_trained(self, trained: TrainedAdapter | None) -> None:
+        """Replace the trained adapter, and unload earlier ones that no request uses."""
+        if self._trained is not None:
+            self._retired.append(self._trained)
+        self._trained = trained
+        used = {id(each.adapter) for each in self.requests.generations.values()}
+        for old in [each for each in self._retired if id(each.adapter) not in used]:
+            self._retired.remove(old)
+            await self._call(self._llm.remove_lora(old.adapter.lora_int_id))
+            shutil.rmtree(old.adapter.lora_path, ignore_errors=True)
 
     async def _restore_adapters(self) -> None:
         """Load all adapters again, whose memory a sleep at level 2 has dropped."""

@@ -14,6 +14,7 @@ import torch
 
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.weights import CollectiveTarget, DeviceTarget, Weights, WeightsOnDisk
+from helmsman.engines._models.adapter_files import is_adapter_in_files, write_received
 from helmsman.engines._weights.fit import Expected, expected_of, require_fit
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.sending import as_bytes
@@ -51,8 +52,10 @@ class VLLMTransfer:
         self._model, self._bucket_bytes = model, bucket_bytes
         self._forms: list[Expected] = []
 
-    async def carry(self, weights: Weights, call: Call) -> None:
-        """Load these weights on every rank.
+    async def carry(self, weights: Weights, call: Call, folder: str) -> bool:
+        """Load these weights on every rank, or write an adapter to ``folder``.
+
+        Returns whether it was an adapter, which is not loaded yet.
 
         Raises:
             ValueError: The weights do not fit; nothing has changed.
@@ -67,13 +70,18 @@ class VLLMTransfer:
             self._forms = await asyncio.to_thread(expected_of, self._model)
         if isinstance(weights, CollectiveTarget | DeviceTarget):
             forms = msgspec.to_builtins(self._forms)
-            _require_done(await call("helmsman_receive", msgspec.to_builtins(weights), forms))
-            return
+            _require_done(
+                await call("helmsman_receive", msgspec.to_builtins(weights), forms, folder)
+            )
+            return os.path.isdir(folder)
         arriving = await asyncio.to_thread(self._fitting, weights)
-        if isinstance(weights, WeightsOnDisk):
+        if is_adapter_in_files(arriving.shapes):
+            await asyncio.to_thread(write_received, folder, arriving)
+        elif isinstance(weights, WeightsOnDisk):
             _require_done(await call("helmsman_load_files", os.path.abspath(weights.path)))
         else:
             await self._hand_over(arriving, call)
+        return os.path.isdir(folder)
 
     async def forget_adapters(self, call: Call) -> None:
         _require_done(await call("helmsman_forget_adapters"))
@@ -81,7 +89,8 @@ class VLLMTransfer:
     def _fitting(self, weights: Weights) -> Incoming:
         with incoming(weights, WeightGroup(torch.device("cpu"))) as arriving:
             # The result stays valid after the block, because these are not broadcasts.
-            require_fit(self._forms, arriving.shapes)
+            if not is_adapter_in_files(arriving.shapes):
+                require_fit(self._forms, arriving.shapes)
             return arriving
 
     async def _hand_over(self, arriving: Incoming, call: Call) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from helmsman.api.weights import CollectiveTarget, DeviceTarget, WeightsOnDisk
+from helmsman.engines._models.adapter_files import is_adapter_in_files, write_received
 from helmsman.engines._models.gloo_listeners import close_listeners
 from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.transfer import read_shared
@@ -70,19 +71,20 @@ class VLLMWorkerExtension:
         return _outcome(self.model_runner.reset_lora_state)
 
     def helmsman_receive(
-        self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]
+        self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]], folder: str
     ) -> Outcome:
         """Load all weights from a trainer's broadcasts, or from buffers on this rank's device.
 
         The first rank is a member of the weight-sync group and passes the weights on to the other
         ranks of this instance. With a socket for each rank, each one connects to its own. ``place``
-        is a CollectiveTarget or a DeviceTarget and ``forms`` are Expected, as plain types.
+        is a CollectiveTarget or a DeviceTarget and ``forms`` are Expected, as plain types. An
+        adapter is written to ``folder`` by the first rank, from where vLLM loads it.
         """
         found: CollectiveTarget | DeviceTarget = msgspec.convert(
             place, CollectiveTarget | DeviceTarget
         )
         accepted = msgspec.convert(forms, list[Expected])
-        return _outcome(lambda: _loading_of(self).receive(found, accepted))
+        return _outcome(lambda: _loading_of(self).receive(found, accepted, folder))
 
 
 class _Loading:
@@ -129,7 +131,9 @@ class _Loading:
         with incoming(weights, WeightGroup(self._worker.device)) as arriving:
             self._take(arriving)  # mapped files: each rank copies its shards to the device
 
-    def receive(self, place: CollectiveTarget | DeviceTarget, forms: Sequence[Expected]) -> None:
+    def receive(
+        self, place: CollectiveTarget | DeviceTarget, forms: Sequence[Expected], folder: str
+    ) -> None:
         from vllm.distributed.parallel_state import get_world_group
 
         world = get_world_group()
@@ -145,16 +149,27 @@ class _Loading:
             is_alone = True
         if not is_alone and world.rank_in_group > 0:
             with incoming(place, within) as arriving:
-                self._take(_kept(arriving))
+                if is_adapter_in_files(arriving.shapes):
+                    _drain(arriving)
+                else:
+                    self._take(_kept(arriving))
             return
         self._group = group = self._group or WeightGroup(self._worker.device)
         sink = None if is_alone else StreamSink(within)
         try:
             with incoming(place, group) as arriving:
-                require_fit(forms, arriving.shapes)
+                has_adapter = is_adapter_in_files(arriving.shapes)
+                if not has_adapter:
+                    require_fit(forms, arriving.shapes)
                 if sink is not None:
                     sink.announce(arriving.shapes, arriving.bucket_bytes)
-                self._take(_kept(_passed_on(arriving, sink)))
+                buckets = _passed_on(arriving, sink)
+                if not has_adapter:
+                    self._take(_kept(buckets))
+                elif world.rank_in_group == 0:
+                    write_received(folder, buckets)
+                else:
+                    _drain(buckets)
         except Exception as error:
             if sink is not None:
                 # A RuntimeError, because this instance's own group is not broken.
@@ -218,6 +233,11 @@ def _passed_on(
         yield bucket
     if sink is not None:
         sink.finish()
+
+
+def _drain(buckets: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    for _ in buckets:
+        pass
 
 
 def _kept(

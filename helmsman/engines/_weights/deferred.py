@@ -92,6 +92,8 @@ class DeferredModel:
         if head == "value":
             give_values(model)
         self._folder, self._sources, self._drawn = folder, sources, drawn
+        self._names = set(named_tensors(model))
+        """Tensors to read; adapters come later."""
 
     @torch.no_grad()
     def read(self, device: torch.device) -> None:
@@ -108,15 +110,23 @@ class DeferredModel:
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
         if not self._sources:
-            read_parameters(self._folder, self.model)
+            read_parameters(self._folder, self.model, self._names)
             return
+        fill(self.model, self._drawn)
         with WeightFiles(self._folder) as files:
             for name, tensor in named_tensors(self.model).items():
                 shard, offsets = _shard_of(tensor)
-                if name in self._drawn:
-                    shard.copy_(self._drawn[name][_box(offsets, shard.shape)])
-                elif shard.numel():
+                if name in self._sources and name not in self._drawn and shard.numel():
                     _fill(shard, offsets, tensor.shape, self._sources[name], files)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy whole tensors on the host into this rank's shards of the parameters of these names."""
+    for name, tensor in named_tensors(model).items():
+        if name in values:
+            shard, offsets = _shard_of(tensor)
+            shard.copy_(values[name][_box(offsets, shard.shape)])
 
 
 def _other_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

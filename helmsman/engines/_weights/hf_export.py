@@ -14,6 +14,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ def export_hf(
     model: nn.Module,
     path: str,
     *,
+    tensors: Mapping[str, torch.Tensor] | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     source: str | None = None,
@@ -51,6 +53,7 @@ def export_hf(
     Args:
         model: The sharded model.
         path: Folder to write.
+        tensors: The model's tensors by name; None for all that it has.
         dtype: Type to cast floating-point tensors to; None keeps theirs.
         max_shard_bytes: Largest size of a file in bytes; a larger tensor gets its own file.
         source: Folder from which the tokenizer is copied; None for no tokenizer.
@@ -74,7 +77,7 @@ def export_hf(
         )
 
     send_all(
-        named_tensors(model),
+        named_tensors(model) if tensors is None else tensors,
         gather,
         cast,
         max_shard_bytes,

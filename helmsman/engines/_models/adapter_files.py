@@ -1,0 +1,216 @@
+"""Folders of low-rank adapters in the form of PEFT.
+
+<path>/adapter_config.json          rank, alpha and the layers that are adapted
+<path>/adapter_model.safetensors    PREFIX + <layer>.lora_A.weight (r, in), .lora_B.weight (out, r)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from helmsman.engines._models.adapter_layers import PARTS
+from helmsman.engines._models.files import check_replaceable, replace_folder, save_tensors
+from helmsman.engines._models.folders import refused
+
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_EXPECTED = "a LoRA adapter of PEFT"
+_DIFFERENT: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    **dict.fromkeys(
+        (
+            *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern"),
+            *("alpha_pattern", "target_parameters", "trainable_token_indices", "layer_replication"),
+            *("use_bdlora", "arrow_config", "alora_invocation_tokens"),
+        ),
+        (False, None, {}, []),
+    ),
+}
+"""Entries of adapter_config.json, with the values by which W x + scale * B (A x) is all."""
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of an adapter."""
+
+    rank: int
+    alpha: float
+    layers: tuple[str, ...]
+    """Names of the adapted layers in the model."""
+    has_root_scale: bool = False
+    """Whether the scale is alpha / sqrt(r), arXiv:2312.03732, instead of alpha / r."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B (A x)."""
+        return self.alpha / (math.sqrt(self.rank) if self.has_root_scale else self.rank)
+
+
+def name_in_file(name: str) -> str:
+    """Return a parameter's name in files: of ``<layer>.lora_A`` in a model."""
+    return f"{PREFIX}{name}.weight"
+
+
+def place_of(name_in_file: str) -> tuple[str, str]:
+    """Return the layer and the part, one of PARTS, of a tensor in files."""
+    layer, _, part = name_in_file.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+    return layer, part
+
+
+def is_adapter_in_files(names: Iterable[str]) -> bool:
+    """Return whether tensors of these names in files are an adapter."""
+    ends = tuple(f".{part}.weight" for part in PARTS)
+    found = list(names)
+    return bool(found) and all(name.startswith(PREFIX) and name.endswith(ends) for name in found)
+
+
+def write_received(folder: str, buckets: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    """Write an adapter that a trainer has sent, by names in files; its scale is 1.
+
+    Raises:
+        OSError: The files cannot be written.
+    """
+    own = {
+        ".".join(place_of(name)): tensor.to("cpu", copy=True)  # a bucket's memory is used again
+        for bucket in buckets
+        for name, tensor in bucket.items()
+    }
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in own)
+    rank = max(len(each) for name, each in own.items() if name.endswith(PARTS[0]))
+    write_adapter(folder, Adapter(rank=rank, alpha=rank, layers=tuple(layers)), own, base=None)
+
+
+def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
+    """Read an adapter.
+
+    Args:
+        folder: Local folder in the form of PEFT.
+
+    Returns:
+        The adapter's form, and its tensors by name in the model, ``<layer>.lora_A`` (r, in) and
+        ``<layer>.lora_B`` (out, r).
+
+    Raises:
+        ValueError: The folder is missing or incomplete, or has another kind of adapter.
+    """
+    path = os.path.join(folder, CONFIG_FILE)
+    try:
+        with open(path, "rb") as file:
+            entries: dict[str, Any] = json.load(file)
+    except (OSError, ValueError) as error:
+        raise refused(
+            folder, f"{CONFIG_FILE} cannot be read ({error})", _EXPECTED, "Give its full path"
+        ) from error
+    for field, usual in _DIFFERENT.items():
+        if field in entries and entries[field] not in usual:
+            raise refused(
+                folder,
+                f"{CONFIG_FILE} has {field}: {json.dumps(entries[field])}",
+                f"{field}: {json.dumps(usual[0])}",
+                "Helmsman trains W x + scale * B (A x) only; merge this adapter into its base "
+                "model (merge_and_unload) and give the merged model",
+            )
+    if not os.path.isfile(os.path.join(folder, TENSOR_FILE)):
+        raise refused(
+            folder, f"it has no {TENSOR_FILE}", _EXPECTED, "Save it with save_pretrained again"
+        )
+    try:
+        stored = load_file(os.path.join(folder, TENSOR_FILE))
+    except (OSError, SafetensorError) as error:
+        raise refused(
+            folder, f"{TENSOR_FILE} cannot be read ({error})", _EXPECTED, "Copy it again"
+        ) from error
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in stored.items():
+        layer, part = place_of(name)
+        if part not in PARTS or not name.startswith(PREFIX) or tensor.dim() != 2:
+            raise refused(
+                folder,
+                f"{TENSOR_FILE} has {name} {tuple(tensor.shape)}",
+                f"matrices {PREFIX}<layer>.lora_A.weight and lora_B.weight only",
+                "Merge this adapter into its base model (merge_and_unload) and give that",
+            )
+        tensors[f"{layer}.{part}"] = tensor
+    layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
+    if lost := [
+        f"{layer}.{part}" for layer in layers for part in PARTS if f"{layer}.{part}" not in tensors
+    ]:
+        raise refused(folder, f"{TENSOR_FILE} lacks {lost[0]}", _EXPECTED, "Save it again")
+    if not layers:
+        raise refused(folder, f"{TENSOR_FILE} is empty", _EXPECTED, "Save it again")
+    ranks = {len(tensors[f"{layer}.lora_A"]) for layer in layers}
+    rank: Any = entries.get("r")
+    if ranks != {rank}:
+        raise refused(
+            folder,
+            f"r is {rank}, but the matrices have {sorted(ranks)}",
+            _EXPECTED,
+            "Save it again",
+        )
+    form = Adapter(
+        rank=int(rank),
+        alpha=float(entries.get("lora_alpha") or 0),
+        layers=layers,
+        has_root_scale=bool(entries.get("use_rslora")),
+    )
+    return form, tensors
+
+
+def write_adapter(
+    folder: str,
+    form: Adapter,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    base: str | None,
+    dropout: float = 0.0,
+) -> None:
+    """Write an adapter that PEFT, vLLM and SGLang read, all or nothing.
+
+    Args:
+        folder: Folder to write; an adapter there is replaced.
+        form: Its form.
+        tensors: The tensors of ``read_adapter``.
+        base: Folder of the base model; None if it has none.
+        dropout: Dropout in training.
+
+    Raises:
+        OSError: The files cannot be written, or the folder holds something else.
+    """
+    folder = os.path.abspath(folder)
+    check_replaceable(folder, CONFIG_FILE)
+    parent, name = os.path.split(folder)
+    os.makedirs(parent, exist_ok=True)
+    entries = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": form.rank,
+        "lora_alpha": form.alpha,
+        "lora_dropout": dropout,
+        "use_rslora": form.has_root_scale,
+        "target_modules": list(form.layers),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=parent) as unfinished:
+        whole = os.path.join(unfinished, "adapter")
+        os.mkdir(whole)
+        with open(os.path.join(whole, CONFIG_FILE), "w") as file:
+            json.dump(entries, file, indent=2)
+        save_tensors(
+            {name_in_file(each): tensor for each, tensor in tensors.items()},
+            os.path.join(whole, TENSOR_FILE),
+        )
+        replace_folder(whole, folder)

@@ -1,0 +1,141 @@
+"""The adapters of a model in training, which is frozen but for them (LoRA, arXiv:2106.09685)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from helmsman.engines._models.adapter_files import Adapter, read_adapter
+from helmsman.engines._models.adapter_layers import (
+    PARTS,
+    AdapterSwitch,
+    attach,
+    is_adapter,
+    targets_of,
+)
+from helmsman.engines._models.model import resolve_dtype, seeded
+from helmsman.engines._weights.gathering import type_in
+from helmsman.engines._weights.sending import Gather
+from helmsman.engines.train_config import LoRA
+
+
+class Adapters:
+    """The adapters of a model, which is frozen but for them.
+
+    Args:
+        model: The model before it is sharded, on the host or on ``meta``.
+        config: Rank, scale, targets and initial values.
+        seed: Seed of the initial values of A; those of B are 0.
+
+    Raises:
+        ValueError: A target is no linear layer of the model, or the initial adapter is not for
+            this model.
+    """
+
+    def __init__(self, model: nn.Module, config: LoRA, seed: int) -> None:
+        given: Mapping[str, torch.Tensor] = {}
+        if config.path:
+            self.form, given = read_adapter(config.path)
+        else:
+            layers = targets_of(model, config.targets)
+            self.form = Adapter(rank=config.rank, alpha=config.alpha, layers=layers)
+        self._switch = AdapterSwitch(self.form.scale, config.dropout)
+        self._values: dict[str, torch.Tensor] = {}
+        model.requires_grad_(False)
+        with seeded(seed):
+            for name in self.form.layers:
+                self._add(model, name, resolve_dtype(config.dtype), given)
+
+    def _add(
+        self, model: nn.Module, name: str, dtype: torch.dtype, given: Mapping[str, torch.Tensor]
+    ) -> None:
+        layer: Any = dict(model.named_modules()).get(name)
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(
+                f"the adapter has {name}, which is no linear layer of {type(model).__name__}: it "
+                "belongs to another model"
+            )
+        shapes = (self.form.rank, layer.in_features), (layer.out_features, self.form.rank)
+        parts: dict[str, nn.Parameter] = {}
+        for part, shape in zip(PARTS, shapes, strict=True):
+            drawn = torch.zeros(shape)
+            if part == "lora_A":
+                nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # as PEFT draws it
+            value = given.get(f"{name}.{part}", drawn)
+            if tuple(value.shape) != shape:
+                raise ValueError(
+                    f"{name}.{part} of the adapter has the shape {tuple(value.shape)}, expected "
+                    f"{shape}: it belongs to another model"
+                )
+            self._values[f"{name}.{part}"] = value.to(dtype)
+            empty = torch.empty(shape, dtype=dtype, device=layer.weight.device)
+            parts[part] = nn.Parameter(empty)
+        attach(layer, parts, self._switch)
+
+    def take_values(self) -> dict[str, torch.Tensor]:
+        """Return the initial values on the host, by the parameters' names; once."""
+        values, self._values = self._values, {}
+        return values
+
+    def select(self, tensors: Mapping[str, torch.Tensor], *, base: bool) -> dict[str, torch.Tensor]:
+        """Return those of a model's tensors that are adapters, or the base model's."""
+        return {name: each for name, each in tensors.items() if is_adapter(name) is not base}
+
+    def scaled(self, tensors: Mapping[str, torch.Tensor], gather: Gather) -> Gather:
+        """Return a ``gather`` of adapters that multiplies each B by the scale.
+
+        What it returns computes W x + B (A x), so that receivers need not know the scale.
+        """
+        factors = {
+            id(tensor): self.form.scale if name.endswith(PARTS[1]) else 1.0
+            for name, tensor in tensors.items()
+        }
+
+        def scaled(
+            wanted: Sequence[torch.Tensor], dtype: torch.dtype | None
+        ) -> Iterator[torch.Tensor]:
+            wholes = gather(wanted, dtype)
+            return (whole * factors[id(each)] for each, whole in zip(wanted, wholes, strict=True))
+
+        return scaled
+
+    def merged(self, tensors: Mapping[str, torch.Tensor], gather: Gather) -> Gather:
+        """Return a ``gather`` of the base model that adds scale * B A to each adapted W."""
+        parts = {
+            id(tensors[f"{layer}.weight"]): [tensors[f"{layer}.{part}"] for part in PARTS]
+            for layer in self.form.layers
+        }
+
+        def merged(
+            wanted: Sequence[torch.Tensor], dtype: torch.dtype | None
+        ) -> Iterator[torch.Tensor]:
+            beside = [part for each in wanted for part in parts.get(id(each), ())]
+            wholes, matrices = gather(wanted, None), gather(beside, torch.float32)
+            return (
+                self._merge(whole, matrices, type_in(whole, dtype))
+                if id(each) in parts
+                else whole.to(type_in(whole, dtype))
+                for each, whole in zip(wanted, wholes, strict=True)
+            )
+
+        return merged
+
+    def _merge(
+        self, whole: torch.Tensor, matrices: Iterator[torch.Tensor], dtype: torch.dtype
+    ) -> torch.Tensor:
+        low, high = next(matrices), next(matrices)
+        return torch.addmm(whole.float(), high, low, alpha=self.form.scale).to(dtype)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute with the base model alone during the block."""
+        self._switch.is_on = False
+        try:
+            yield
+        finally:
+            self._switch.is_on = True

@@ -1,0 +1,50 @@
+"""Test what recipes choose for a trainer of adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.recipes.roles import engine_arguments, make_jobs, sends_adapters
+from helmsman.recipes.settings import Algorithm, Data, GRPOSettings, Rollout, Sync, Train
+
+
+def settings_of(engine: str = "vllm", way: Any = "auto", **lora: Any) -> GRPOSettings:
+    return GRPOSettings(
+        model="model",
+        data=Data(train="rows.jsonl"),
+        train=Train(engine={"lora": lora}),
+        rollout=Rollout(engine=engine, staleness=1.5),
+        sync=Sync(lora=way),
+        algorithm=Algorithm(kl_coef=0.1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "way", "sends"),
+    [
+        ("vllm", "auto", True),
+        ("hf", "auto", True),
+        ("server", "auto", False),
+        ("server", "adapter", True),
+        ("vllm", "merged", False),
+    ],
+)
+def test_sends_adapters_where_the_engine_takes_them(engine: str, way: str, sends: bool) -> None:
+    assert sends_adapters(settings_of(engine, way, rank=4)) is sends
+
+
+def test_vllm_gets_rank_and_number(tmp_path: Path) -> None:
+    arguments = engine_arguments(settings_of(rank=20))
+    assert (arguments["max_lora_rank"], arguments["max_loras"]) == (32, 4)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    assert engine_arguments(settings_of(path=str(tmp_path)))["max_lora_rank"] == 8
+    assert engine_arguments(settings_of())["max_lora_rank"] == 16
+    assert "max_lora_rank" not in engine_arguments(settings_of(way="merged", rank=8))
+
+
+def test_no_second_model_for_a_reference() -> None:
+    assert [job.role for job in make_jobs(settings_of(rank=4))] == ["train", "rollout"]
