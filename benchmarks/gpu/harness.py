@@ -62,9 +62,9 @@ class Machine:
             )
 
     def require_own_devices(self, why: str) -> None:
-        """Raise DevicesMissingError if two workers share one device."""
+        """Raise UnmetNeedError if two workers share one device."""
         if self.is_one_device:
-            raise DevicesMissingError(f"{why} needs a device for each process")
+            raise UnmetNeedError(f"{why} needs a device for each process")
 
 
 class Figure(msgspec.Struct, frozen=True):

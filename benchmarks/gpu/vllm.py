@@ -59,7 +59,7 @@ class Stage:
         self.dtype = "float32" if machine.is_rehearsal else "bfloat16"
         self._write_model()
         started = time.monotonic()
-        model = {"model": str(self.folder / "model"), "compute_dtype": self.dtype}
+        model: dict[str, Any] = {"model": str(self.folder / "model"), "compute_dtype": self.dtype}
         self.trainer = stack.enter_context(training(machine, 1, **model))
         asyncio.run(machine.scheduler.create_engine("train/0", PROBE, "memory"))
         self.bare = self._start_bare()
