@@ -22,6 +22,14 @@ class PartialWeightUpdateError(RuntimeError):
     """Some parameters have new values and others have old ones."""
 
 
+def base_is_gone() -> RuntimeError:
+    """Build the error for an adapter that arrived at an instance without the weights below it."""
+    return RuntimeError(
+        "a trained adapter arrived, but the base model's weights are gone (sleep at level 2, or a "
+        "failed update); sleep at level 1, or send the whole model (WeightFormat.adapters False)"
+    )
+
+
 def partial_update(cause: Exception | str) -> PartialWeightUpdateError:
     """Build the error for an update that failed after it changed the first parameter.
 
@@ -39,7 +47,7 @@ def partial_update(cause: Exception | str) -> PartialWeightUpdateError:
 
 
 @torch.no_grad()
-def apply_weights(model: nn.Module, weights: Incoming) -> None:
+def apply_weights(model: nn.Module, weights: Incoming, *, is_whole: bool = True) -> None:
     """Copy weights into a model in place, converting dtype and device.
 
     Nothing changes unless every name and shape fits. An adapter replaces an earlier one; a whole
@@ -50,13 +58,17 @@ def apply_weights(model: nn.Module, weights: Incoming) -> None:
         weights: All parameters and persistent buffers, of any dtype and device, by their names
             either in Hugging Face files or in the model. A tensor with several names (tied
             embeddings) may come under any one of them. Or an adapter, by its names in PEFT's files.
+        is_whole: Whether the model has all of its weights, which an adapter needs.
 
     Raises:
         ValueError: Names are missing or unexpected, or a shape differs. The model is unchanged.
         PartialWeightUpdateError: The update failed after the first parameter had changed.
+        RuntimeError: An adapter arrived, and the model is not whole.
         Exception: Any error of the transfer before that, unchanged.
     """
     if is_adapter_in_files(weights.shapes):
+        if not is_whole:
+            raise base_is_gone()
         _apply_adapter(model, weights)
         return
     targets: dict[str, torch.Tensor] = {

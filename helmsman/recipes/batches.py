@@ -12,6 +12,7 @@ import msgspec
 from helmsman import TrainController
 from helmsman.agents.samples import Sample, turn_advantages
 from helmsman.api.advantages import group_advantages, sequence_weights
+from helmsman.api.corrections import Correction
 from helmsman.api.reward_shaping import soft_overlong_punishment
 from helmsman.recipes.prompts import Draw, Row
 from helmsman.recipes.scorer import Scored
@@ -142,9 +143,12 @@ def with_weights(samples: Sequence[dict[str, Any]], settings: GRPOSettings) -> l
     assert aggregation is not None
     counts = [sum(sample["loss_mask"]) for sample in samples]
     weights = sequence_weights(counts, aggregation, max_tokens=settings.rollout.max_new_tokens)
-    return [
-        {**sample, "loss_weights": weight} for sample, weight in zip(samples, weights, strict=True)
-    ]
+    weighted = []
+    for sample, weight in zip(samples, weights, strict=True):
+        columns = dict(sample)
+        importance = columns.pop("importance", 1.0)
+        weighted.append({**columns, "loss_weights": weight * importance})
+    return weighted
 
 
 def loss_arguments(algorithm: Algorithm) -> dict[str, Any]:
@@ -222,16 +226,48 @@ def add_logprobs(
     Returns:
         Metrics of the comparison.
     """
-    old = settings.algorithm.old_logprobs
+    old, correction = settings.algorithm.old_logprobs, settings.correction
+    if correction.mode != "none":
+        old = "trainer"
     if not settings.tracking.logprob_diff and old == "rollout":
         return {}
     every = 1 if old != "rollout" else -(-len(samples) // _MOST_COMPARED)
     own = trainer.forward([{"input_ids": each["input_ids"]} for each in samples[::every]])
+    found: dict[str, float] = {}
+    if correction.mode != "none":
+        found = add_corrections(samples, own, correction)
     if old != "rollout":
         for sample, logprobs in zip(samples, own, strict=True):
             sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs
     sampled = [each for group in groups for answer in group.answers for each in answer.samples]
-    return logprob_differences(sampled[::every], own, trainer.get_version())
+    return found | logprob_differences(sampled[::every], own, trainer.get_version())
+
+
+def add_corrections(
+    samples: Sequence[dict[str, Any]], own: Sequence[Any], correction: Correction
+) -> dict[str, float]:
+    """Add ``importance`` to the samples, (T,) float32 each, and return statistics of it.
+
+    Args:
+        samples: Samples with the ``logprobs`` of the rollout.
+        own: The trainer's log-probabilities of each sample's tokens before the step, (T,) float32.
+        correction: The kind of weights.
+    """
+    import torch
+
+    from helmsman.engines.losses.corrections import importance_weights
+
+    sums: dict[str, float] = {}
+    for sample, logprobs in zip(samples, own, strict=True):
+        rollout, mask = torch.tensor(sample["logprobs"]), torch.tensor(sample["loss_mask"])
+        sample["importance"], stats = importance_weights(rollout, logprobs, mask, correction)
+        for name, value in stats.items():
+            sums[name] = sums.get(name, 0.0) + value
+    num_tokens = max(1, sum(sum(sample["loss_mask"]) for sample in samples))
+    counts = {"left_out": len(samples)}
+    return {
+        f"correction/{name}": value / counts.get(name, num_tokens) for name, value in sums.items()
+    }
 
 
 def logprob_differences(

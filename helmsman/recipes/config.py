@@ -560,6 +560,17 @@ def _check_rest(settings: GRPOSettings) -> None:
             f"algorithm.loss is {algorithm.loss!r}; expected {', '.join(LOSS_NAMES)}, or a "
             "function's import path"
         )
+    if settings.correction.mode != "none":
+        if algorithm.loss == "decoupled_ppo":
+            raise ValueError(
+                "correction.mode is given, and algorithm.loss 'decoupled_ppo' corrects by itself; "
+                "expected one of them"
+            )
+        if algorithm.old_logprobs == "both":
+            raise ValueError(
+                "correction.mode is given, and the loss is relative to the trainer's "
+                "log-probabilities then; expected algorithm.old_logprobs 'rollout' or 'trainer'"
+            )
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
         raise ValueError(
             f"evaluation.k is {list(evaluation.k)}; expected 1 to evaluation.samples, "

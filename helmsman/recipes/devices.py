@@ -6,7 +6,7 @@ from pathlib import Path
 
 from helmsman import DeviceHandoff, RolloutController, TrainController
 from helmsman.recipes.prompts import Dataset
-from helmsman.recipes.roles import make_sync
+from helmsman.recipes.roles import make_sync, sends_adapters
 from helmsman.recipes.run import Clock
 from helmsman.recipes.settings import GRPOSettings
 from helmsman.recipes.weight_check import WeightCheck
@@ -40,7 +40,14 @@ class Devices:
         # Over-sampled episodes may have open requests when a batch is complete: hold them until the
         # instances have the devices again.
         self._turns = (
-            DeviceHandoff(trainer, rollout, self._sync, hold_requests=True)
+            # Adapters need the base model's weights, which level 2 drops.
+            DeviceHandoff(
+                trainer,
+                rollout,
+                self._sync,
+                level=1 if sends_adapters(settings) else 2,
+                hold_requests=True,
+            )
             if settings.cluster.takes_turns
             else None
         )

@@ -181,7 +181,8 @@ def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
 def sends_adapters(settings: GRPOSettings) -> bool:
     """Return whether adapters are trained, and sent alone."""
     way = settings.sync.lora
-    takes = way == "adapter" or (way == "auto" and settings.rollout.engine in ("vllm", "hf"))
+    takes = settings.rollout.engine in ("vllm", "hf") and not settings.cluster.rollout_spans_nodes
+    takes = way == "adapter" or (way == "auto" and takes)
     return settings.train.lora is not None and takes
 
 

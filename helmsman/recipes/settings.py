@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from helmsman import SamplingParams
+from helmsman.api.corrections import Correction
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
@@ -486,6 +487,7 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
     critic: Critic = Critic()
+    correction: Correction = Correction()
     sync: Sync = Sync()
     check: Check = Check()
     evaluation: Evaluation = Evaluation()

@@ -331,7 +331,7 @@ class DecodeLoop:
             )
         try:
             with incoming(weights, self._weight_group) as arriving:
-                apply_weights(self._model, arriving)
+                apply_weights(self._model, arriving, is_whole=self.state.is_whole)
         except PartialWeightUpdateError:
             self.state = self.state.after(WeightEvent.TORN)
             raise

@@ -24,7 +24,7 @@ from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.nodes import OtherNodes
 from helmsman.engines._vllm.transfer import VLLMTransfer
 from helmsman.engines.vllm_config import VLLMConfig
-from helmsman.engines.weights import PartialWeightUpdateError, partial_update
+from helmsman.engines.weights import PartialWeightUpdateError, base_is_gone, partial_update
 
 T = TypeVar("T")
 
@@ -324,10 +324,7 @@ class VLLMInstance:
                 "(WeightFormat.adapters False)"
             )
         if not self.state.is_whole:
-            raise RuntimeError(
-                "a trained adapter arrived, but the base model's weights are gone (sleep at level "
-                "2, or a failed update); sleep at level 1, or send the whole model first"
-            )
+            raise base_is_gone()
         number = next(self._lora_numbers)
         adapter = LoRARequest(f"version {version}", number, folder)
         await self._add_adapter(adapter)
