@@ -539,7 +539,7 @@ def _check_rewards(settings: GRPOSettings) -> None:
                 "algorithm.overlong_buffer is for single answers; use agent.max_tokens and "
                 "agent.truncated_reward for the sessions of an agent"
             )
-    if not names:
+    if not names and not settings.algorithm.teacher:
         raise ValueError("rewards is empty; expected at least one, such as [exact], or an agent")
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two rewards are called {min(twice)!r}; give each a name of its own")

@@ -1,8 +1,7 @@
 """GRPO, with Dr. GRPO, DAPO and PPO, from top to bottom.
 
 ``GRPOLoop.train`` is the loop, and ``GRPOLoop.step`` a step: draw, generate, reward, advantages,
-train, sync. Each line of them is a call of a part. The parts do not refer to the loop;
-``grpo_recipe.GRPO.start`` builds them and wires them.
+train, sync. Their lines call parts, which ``grpo_recipe.GRPO.start`` builds and wires.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from helmsman.recipes.roles import learning_rate
 from helmsman.recipes.run import Run, is_due
 from helmsman.recipes.samples import log_samples
 from helmsman.recipes.settings import GRPOSettings
+from helmsman.recipes.teacher import Teacher
 from helmsman.recipes.tokens import ChatTokenizer
 
 
@@ -53,6 +53,8 @@ class GRPOLoop:
     """The instances with the rewards, or the sessions of an agent."""
     reference: Reference | None
     """The frozen initial model; None without a KL term."""
+    teacher: Teacher | None
+    """The larger model of on-policy distillation; None without one."""
     critic: CriticModel | None
     """The value model of PPO; None without one."""
     held_out: list[Row]
@@ -98,6 +100,9 @@ class GRPOLoop:
         if self.critic is not None:
             with clock.phase("critic"):
                 self.critic.add_advantages(samples, groups)
+        if self.teacher is not None:
+            with clock.phase("teacher"):
+                metrics |= self.teacher.add_advantages(samples)
 
         # Train, by an optimizer step for each minibatch.
         trainer.set_lr(learning_rate(settings, step))

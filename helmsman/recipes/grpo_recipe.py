@@ -27,6 +27,7 @@ from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
 from helmsman.recipes.run import Run
 from helmsman.recipes.scorer import Scorer
 from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
+from helmsman.recipes.teacher import Teacher, check_teacher
 from helmsman.recipes.trackers import Trackers
 
 RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, Any] | Reward
@@ -111,6 +112,8 @@ class GRPO(Recipe[GRPOSettings]):
         """
         dataset = super().load_data()
         self._callers = [make_caller(reward, self.functions) for reward in self.settings.rewards]
+        if teacher := self.settings.algorithm.teacher:
+            check_teacher(teacher, self.settings.model)
         agent = self.settings.agent
         if agent.is_given:
             with needed_by("the agent's gateway", "aiohttp"):
@@ -169,6 +172,10 @@ class GRPO(Recipe[GRPOSettings]):
             reference = FrozenReference(ranks, settings)
         elif settings.algorithm.kl_coef:
             reference = BaseReference(trainer)
+        teacher: Teacher | None = None
+        if (frozen := ranked.get("teacher")) is not None:
+            coef = settings.algorithm.teacher_coef
+            teacher = Teacher(FrozenReference(frozen, settings), coef)
 
         def train(trackers: Trackers) -> None:
             rows, num_samples = self.dataset.train, settings.samples_per_prompt
@@ -187,8 +194,9 @@ class GRPO(Recipe[GRPOSettings]):
                 episodes=episodes,
                 answers=answers,
                 reference=reference,
+                teacher=teacher,
                 critic=critic,
-                held_out=self.dataset.held_out,
+                held_out=self.dataset.held_out if settings.rewards or scorer is None else [],
                 tokenizer=self.tokenizer,
             ).train()
 

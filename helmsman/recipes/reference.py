@@ -81,13 +81,12 @@ class FrozenReference(Reference):
                 is_lost, said = True, str(loss).split("\n", 1)[0]
                 if self._ranks.num_recoveries >= self._most:
                     log.warning(
-                        "a rank of the reference model was lost, and checkpoints.max_recoveries "
-                        "is %d: %s",
-                        *(self._most, said),
+                        "a rank of %s was lost, and checkpoints.max_recoveries is %d: %s",
+                        *(self._ranks.role, self._most, said),
                     )
                     raise
                 log.warning(
-                    "a rank of the reference model was lost; all its ranks are rebuilt: %s", said
+                    "a rank of %s was lost; all its ranks are rebuilt: %s", self._ranks.role, said
                 )
             else:
                 return logprobs

@@ -45,7 +45,7 @@ _POLICIES = {
 
 
 def make_jobs(settings: GRPOSettings) -> list[Job]:
-    """Return the jobs in start order: trainer, rollout, reference (KL term), critic (PPO)."""
+    """Return the jobs in start order: trainer, rollout, reference, teacher, critic."""
     cluster = settings.cluster
     jobs = [train_job(settings)]
     if cluster.placement == "colocated":
@@ -64,6 +64,8 @@ def make_jobs(settings: GRPOSettings) -> list[Job]:
         jobs.append(Job(role="rollout", replicas=cluster.rollout_instances, tasks=[spec]))
     if settings.algorithm.kl_coef and settings.train.lora is None:
         jobs.append(sibling_job(settings, "reference"))
+    if settings.algorithm.teacher:
+        jobs.append(sibling_job(settings, "teacher"))
     if settings.algorithm.preset == "ppo":
         jobs.append(sibling_job(settings, "critic"))
     return jobs
@@ -124,8 +126,10 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
     }
     if job.role != "train":
         arguments.pop("lora", None)
-    if job.role == "reference":
+    if job.role in ("reference", "teacher"):
         arguments["frozen"] = True
+    if job.role == "teacher" and isinstance(settings, GRPOSettings):
+        arguments["model"] = settings.algorithm.teacher
     if job.role == "critic" and isinstance(settings, GRPOSettings):
         arguments |= {"head": "value", "init": "value_head", "lr": settings.critic.lr}
     return TrainController(

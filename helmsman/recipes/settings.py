@@ -303,6 +303,12 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Weight of the KL divergence to the initial model. When not 0, a frozen copy of that model
     runs beside the trainer.
     """
+    teacher: str = ""
+    """Local folder of a teacher with the same tokenizer (on-policy distillation): log teacher - log
+    policy of each sampled token is added to its advantage. With a teacher, ``rewards`` may be
+    empty. It runs beside the trainer, frozen."""
+    teacher_coef: Amount = 1.0
+    """Weight of the teacher beside the rewards."""
     old_logprobs: Literal["rollout", "trainer", "both"] = "rollout"
     """Log-probabilities in the denominator of the ratio. ``rollout``: those at sampling;
     ``trainer``: the trainer's before the step. ``both`` uses the rollout's and adds the trainer's

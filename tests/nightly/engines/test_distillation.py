@@ -1,0 +1,81 @@
+"""Test that a student learns by a teacher from its own tokens, and not by these tokens alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from helmsman.api.generation import GenerationRequest, SamplingParams
+from helmsman.api.weights import MemoryTarget, WeightFormat
+from helmsman.engines.rollout import HFRolloutEngine
+from helmsman.engines.train import FSDPTrainEngine
+from helmsman.recipes.reference import Reference
+from helmsman.recipes.teacher import Teacher
+from tests.engines.conftest import Make
+from tests.engines.small_models import LLAMA
+
+pytestmark = pytest.mark.timeout(900)
+
+TEACHER = {**LLAMA, "initializer_range": 0.3, "num_hidden_layers": 2}
+STUDENT = {**TEACHER, "hidden_size": LLAMA["hidden_size"] // 2, "initializer_range": 0.05}
+PROMPTS = [[n, n + 1] for n in range(1, 17)]
+NUM_TOKENS, NUM_STEPS = 12, 120
+
+
+class Frozen(Reference):
+    def __init__(self, engine: FSDPTrainEngine) -> None:
+        self._engine = engine
+
+    def logprobs(self, tokens: Any) -> list[torch.Tensor]:
+        return self._engine.forward(tokens)
+
+
+async def on_own_tokens(
+    student: FSDPTrainEngine, teacher: Teacher, loss: str
+) -> tuple[float, float]:
+    """Train on tokens that the student samples; returns the divergence at first and at last."""
+    rollout = HFRolloutEngine(model=STUDENT, max_concurrency=128, max_model_len=16, dtype="float32")
+    rollout.initialize()
+    divergences = []
+    for step in range(NUM_STEPS):
+        version = student.get_version()
+        weights: Any = student.publish_weights(MemoryTarget(version=version), WeightFormat())
+        await rollout.update_weights(weights, version)
+        samples: list[dict[str, Any]] = []
+        for number, prompt in enumerate(PROMPTS):
+            sampling = [
+                SamplingParams(max_new_tokens=NUM_TOKENS, seed=step * 1000 + number * 10 + each)
+                for each in range(8)
+            ]
+            requests = [
+                GenerationRequest(
+                    request_id=f"{step}-{number}-{index}", prompt_ids=prompt, sampling=each
+                )
+                for index, each in enumerate(sampling)
+            ]
+            for result in await rollout.agenerate_samples(requests):
+                length = len(result.token_ids)
+                samples.append(
+                    {
+                        "input_ids": [*prompt, *result.token_ids],
+                        "loss_mask": [0] * len(prompt) + [1] * length,
+                        "logprobs": [0.0] * len(prompt) + result.logprobs,
+                        "advantages": 0.0,
+                    }
+                )
+        divergences.append(teacher.add_advantages(samples)["teacher/kl"])
+        student.train_batch(samples, loss)
+    rollout.destroy()
+    return sum(divergences[:5]) / 5, sum(divergences[-5:]) / 5
+
+
+async def test_student_of_half_the_width(make: Make) -> None:
+    teacher = Teacher(Frozen(make(model=TEACHER, frozen=True, seed=1)), coef=1.0)
+    student = make(model=STUDENT, lr=2e-2, seed=2)
+    first, last = await on_own_tokens(student, teacher, "grpo")
+    assert last < 0.5 * first, (first, last)
+    by_sft = make(model=STUDENT, lr=2e-2, seed=2)
+    first, last = await on_own_tokens(by_sft, teacher, "sft")
+    assert last > 0.9 * first, (first, last)
