@@ -183,7 +183,7 @@ class Pulse:
         _BEAT.pack_into(self._page, 0, time.monotonic(), self._slot)
 
 
-class Call(NamedTuple):
+class SeenCall(NamedTuple):
     name: str
     """'engine.method'; '' if none runs."""
     running_s: float
@@ -199,9 +199,9 @@ class Seen(NamedTuple):
     rss_bytes: int
     description: bytes
     """The worker's description of itself at the last beat."""
-    thread_call: Call | None
+    thread_call: SeenCall | None
     """The call on the engine thread; None if it cannot be read."""
-    loop_call: Call | None
+    loop_call: SeenCall | None
     """The call that began last on the event loop; None if it cannot be read."""
 
 
@@ -297,12 +297,12 @@ def read(observation: bytes) -> Seen | None:
     )
 
 
-def _call(page: bytes, offset: int, now: float) -> Call | None:
+def _call(page: bytes, offset: int, now: float) -> SeenCall | None:
     number, since, length, name, again = _CALL.unpack_from(page, offset)
     if number != again:
         return None
     return (
-        Call(name[:length].decode(errors="replace"), max(0.0, now - since))
+        SeenCall(name[:length].decode(errors="replace"), max(0.0, now - since))
         if since
-        else Call("", 0.0)
+        else SeenCall("", 0.0)
     )
