@@ -66,7 +66,7 @@ _SAME = ("python", "helmsman", "ray", "torch", "transformers", "vllm")
 _ADVISED_SAME = ("kernel", "cpus", "memory", "accelerators", "open files", "shared memory")
 
 
-class Check(msgspec.Struct, frozen=True):
+class DoctorCheck(msgspec.Struct, frozen=True):
     """One row of the doctor's table."""
 
     name: str
@@ -75,7 +75,7 @@ class Check(msgspec.Struct, frozen=True):
     advice: str = ""
 
 
-def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
+def judge(seen: Observed, *, num_devices: int | None = None) -> list[DoctorCheck]:
     """Evaluate a node, which should have ``num_devices`` accelerators; None accepts any number."""
     found, proxies = seen.devices, [f"{name}={value}" for name, value in seen.proxies.items()]
     busy = [f"{port}: {reason}" for port, reason in seen.busy_ports.items()]
@@ -126,23 +126,23 @@ def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
     found_by = {each.partition(":")[0]: each for each in reversed(problems) if problems[each]}
     facts = {"seen": seen, "store": size(store), "num_devices": num_devices}
 
-    def check(name: str, value: str) -> Check:
+    def check(name: str, value: str) -> DoctorCheck:
         if (problem := found_by.get(name)) is None:
-            return Check(name, value)
+            return DoctorCheck(name, value)
         state: State = "bad" if problem in _BAD else "warn"
-        return Check(name, value, state, _ADVICE[problem].format(**facts))
+        return DoctorCheck(name, value, state, _ADVICE[problem].format(**facts))
 
     return [check(*row) for row in values.items()]
 
 
 class Examined(msgspec.Struct, frozen=True):
     node: str
-    checks: list[Check]
+    checks: list[DoctorCheck]
 
 
-class Diagnosis(msgspec.Struct, frozen=True):
+class DoctorReport(msgspec.Struct, frozen=True):
     nodes: list[Examined]
-    between: list[Check]
+    between: list[DoctorCheck]
 
     @property
     def state(self) -> State:
@@ -165,7 +165,7 @@ def diagnose(
     *,
     num_devices: int | None = None,
     skews_s: Mapping[str, float] | None = None,
-) -> Diagnosis:
+) -> DoctorReport:
     """Evaluate nodes by their facts.
 
     Args:
@@ -179,10 +179,10 @@ def diagnose(
     nodes = [
         Examined(node, judge(observed, num_devices=num_devices)) for node, observed in seen.items()
     ]
-    return Diagnosis(nodes, _between(nodes, skews_s or {}) if len(nodes) > 1 else [])
+    return DoctorReport(nodes, _between(nodes, skews_s or {}) if len(nodes) > 1 else [])
 
 
-def _between(nodes: Sequence[Examined], skews_s: Mapping[str, float]) -> list[Check]:
+def _between(nodes: Sequence[Examined], skews_s: Mapping[str, float]) -> list[DoctorCheck]:
     checks = []
     for name in (*_SAME, *_ADVISED_SAME):
         where: dict[str, list[str]] = {}
@@ -193,22 +193,24 @@ def _between(nodes: Sequence[Examined], skews_s: Mapping[str, float]) -> list[Ch
         others = [f"{value} on {', '.join(on)}" for value, on in where.items() if value != usual]
         value = "; ".join([f"{usual} on most", *others])
         if others and name in _SAME:
-            checks.append(Check(name, value, "bad", "Install the same version on every node"))
+            checks.append(DoctorCheck(name, value, "bad", "Install the same version on every node"))
         elif others:
             advice = "If this is not intended, check the nodes that differ"
-            checks.append(Check(name, value, "warn", advice))
+            checks.append(DoctorCheck(name, value, "warn", advice))
     if skews_s:
         spread = max(skews_s.values()) - min(skews_s.values())
         value, ahead = f"{spread:.2f} s apart", max(skews_s, key=lambda node: skews_s[node])
         if spread > MOST_SKEW_S:
             step = "Let all nodes follow one time server (chronyc tracking)"
-            checks.append(Check("clocks", f"{value}, {ahead} is furthest ahead", "warn", step))
+            checks.append(
+                DoctorCheck("clocks", f"{value}, {ahead} is furthest ahead", "warn", step)
+            )
         else:
-            checks.append(Check("clocks", value))
-    return checks or [Check("differences", "none")]
+            checks.append(DoctorCheck("clocks", value))
+    return checks or [DoctorCheck("differences", "none")]
 
 
-def _table(checks: Sequence[Check]) -> str:
+def _table(checks: Sequence[DoctorCheck]) -> str:
     """Format checks as a table, with the advice for each problem below."""
     rows = aligned([(f"  {_MARKS[each.state]}", each.name, each.value) for each in checks])
     advice = [f"  {each.name}: {each.advice.rstrip('.')}." for each in checks if each.advice]

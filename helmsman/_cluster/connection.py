@@ -36,11 +36,11 @@ class LinkTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """A peer that is silent for longer is lost."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class SupervisorMessage(msgspec.Struct, frozen=True, tag=True):
     """A message between supervisors."""
 
 
-class Hello(Message, frozen=True, kw_only=True):
+class Hello(SupervisorMessage, frozen=True, kw_only=True):
     rank: int
     count: int
     hostname: str
@@ -50,11 +50,11 @@ class Hello(Message, frozen=True, kw_only=True):
     device_kind: str
 
 
-class Refused(Message, frozen=True):
+class Refused(SupervisorMessage, frozen=True):
     reason: str
 
 
-class Welcome(Message, frozen=True, kw_only=True):
+class Welcome(SupervisorMessage, frozen=True, kw_only=True):
     """The head accepts the node, and the head's Ray is up."""
 
     run_id: str
@@ -66,21 +66,21 @@ class Welcome(Message, frozen=True, kw_only=True):
     """Token of the Ray cluster; '' if both sides derive it from the user's secret."""
 
 
-class Joined(Message, frozen=True):
+class Joined(SupervisorMessage, frozen=True):
     """The node's Ray is up."""
 
 
-class Waiting(Message, frozen=True):
+class Waiting(SupervisorMessage, frozen=True):
     """The nodes that are still missing, as text for users; '' once all have joined."""
 
     text: str
 
 
-class Heartbeat(Message, frozen=True):
+class Heartbeat(SupervisorMessage, frozen=True):
     """Sent each second."""
 
 
-class Ended(Message, frozen=True):
+class Ended(SupervisorMessage, frozen=True):
     """The run has ended, and the node must leave."""
 
     reason: str
@@ -88,7 +88,7 @@ class Ended(Message, frozen=True):
     """Whether the run never started."""
 
 
-class Leaving(Message, frozen=True):
+class Leaving(SupervisorMessage, frozen=True):
     reason: str
     signal: int = 0
     """Number of the signal that the node received; 0 without one."""
@@ -114,12 +114,12 @@ class PeerConnection:
         self._heartbeats = asyncio.ensure_future(self._send_heartbeats())
         self._heard_at = time.monotonic()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: SupervisorMessage) -> None:
         """Send without waiting; the message is lost if the connection breaks."""
         data = _encoder.encode(message)
         self._stream.write(pack_length(len(data)) + data)
 
-    async def receive(self) -> Message:
+    async def receive(self) -> SupervisorMessage:
         """Return the next message other than a heartbeat; cancellation loses no message.
 
         Raises:
@@ -134,7 +134,7 @@ class PeerConnection:
                         )
                     data = await self._stream.read(self._length)
                 self._length = None
-                message: Message = _decoder.decode(data)
+                message: SupervisorMessage = _decoder.decode(data)
             except TimeoutError as error:
                 raise PeerLostError(
                     f"no data was received for {self._timeouts.silent_s:g} s"

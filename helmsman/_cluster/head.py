@@ -46,7 +46,7 @@ _LEAVE_S = 3.0
 """Time for the other nodes to leave, in seconds."""
 
 
-class Member(msgspec.Struct):
+class NodeMember(msgspec.Struct):
     hello: Hello
     connection: PeerConnection
     state: Literal["arrived", "joined", "lost"] = "arrived"
@@ -75,7 +75,7 @@ class Head:
         self._environ = node_environ(plan, self._cluster, self._token, os.environ)
         self._ray = RayProcess(plan, self._environ, report)
         self._desk = NodeDesk(plan, report)
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, NodeMember] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """One task per connection and per draining node."""
         self._address = ""
@@ -225,12 +225,12 @@ class Head:
         )
 
     async def _serve(self, connection: PeerConnection) -> None:
-        member: Member | None = None
+        member: NodeMember | None = None
         try:
             while True:
                 message = await connection.receive()
                 if isinstance(message, Hello) and member is None:
-                    member = Member(message, connection)
+                    member = NodeMember(message, connection)
                     if reason := self._why_not(message):
                         connection.send(Refused(reason))
                         self._report(f"{member} is rejected: {reason}")
@@ -268,7 +268,7 @@ class Head:
         same = "Install the same on every node"
         return f"versions differ: {'; '.join(differing)}. {same}" if differing else ""
 
-    def _welcome(self, member: Member) -> None:
+    def _welcome(self, member: NodeMember) -> None:
         token = "" if self._plan.secret else self._token
         member.connection.send(
             Welcome(
@@ -279,7 +279,7 @@ class Head:
             )
         )
 
-    def _leaves(self, member: Member, message: Leaving) -> None:
+    def _leaves(self, member: NodeMember, message: Leaving) -> None:
         member.state = "lost"
         self._report(f"{member} leaves: {message.reason}")
         if not self._began:
@@ -290,7 +290,7 @@ class Head:
         elif message.signal:
             self._interrupt(StoppedError(message.signal, str(member)))
 
-    async def _drain(self, member: Member, reason: str) -> None:
+    async def _drain(self, member: NodeMember, reason: str) -> None:
         """Drain the node in Ray, so that the script can move its work."""
         assert self._view is not None
         try:

@@ -28,7 +28,7 @@ from helmsman.api.run_state import (
     WorkSnapshot,
 )
 from helmsman.rpc_server._host import progress
-from helmsman.rpc_server._host.awaiting import Threads, Waiting, waiting_of
+from helmsman.rpc_server._host.awaiting import TaskWait, Threads, waiting_of
 
 _QUIET_S = 3.0
 """Items are observed and recorded from this age on."""
@@ -85,7 +85,7 @@ class _Around(NamedTuple):
     served: dict[asyncio.Task[Any], float]
     """Task -> time.monotonic() of the last progress of an item that it waits for."""
 
-    def served_at(self, wait: Waiting | None) -> float:
+    def served_at(self, wait: TaskWait | None) -> float:
         """Return the last progress of the items that the tasks of a wait have opened."""
         tasks = wait.tasks if wait is not None else ()
         return max((self.served.get(each, 0.0) for each in tasks), default=0.0)
@@ -258,7 +258,7 @@ def _served(now: float) -> dict[asyncio.Task[Any], float]:
     return found
 
 
-def _doing(item: Open, wait: Waiting | None, *, source: bool = False) -> str:
+def _doing(item: Open, wait: TaskWait | None, *, source: bool = False) -> str:
     return item.doing or (wait.text(source=source) if wait is not None else "")
 
 

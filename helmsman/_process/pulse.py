@@ -14,14 +14,15 @@ import functools
 import math
 import mmap
 import os
+import re
 import resource
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from helmsman._process.guardian import stat_fields
+from helmsman._process.guardian import proc_text, stat_fields
 
 BEAT_S = 0.2
 """Seconds between beats: short enough to distinguish an interpreter stuck for a second from a slow
@@ -44,6 +45,9 @@ _SLOT_BYTES = (PAGE_BYTES - _SLOTS_AT) // 2
 _KERNEL = struct.Struct("=ddQc")
 """time.monotonic() of the observation, CPU seconds, resident bytes, state."""
 _NAME = "helmsman_pulse-"
+_THREAD = re.compile(
+    r"^State:\s*(\S).*^voluntary_ctxt_switches:\s*(\d+)$", re.MULTILINE | re.DOTALL
+)
 _LOOK_S = 0.02
 _LATE_S = 0.3
 """A beat that is later than this may show that the process was stopped."""
@@ -179,7 +183,7 @@ class Pulse:
         _BEAT.pack_into(self._page, 0, time.monotonic(), self._slot)
 
 
-class Call(NamedTuple):
+class SeenCall(NamedTuple):
     name: str
     """'engine.method'; '' if none runs."""
     running_s: float
@@ -195,9 +199,9 @@ class Seen(NamedTuple):
     rss_bytes: int
     description: bytes
     """The worker's description of itself at the last beat."""
-    thread_call: Call | None
+    thread_call: SeenCall | None
     """The call on the engine thread; None if it cannot be read."""
-    loop_call: Call | None
+    loop_call: SeenCall | None
     """The call that began last on the event loop; None if it cannot be read."""
 
 
@@ -256,33 +260,22 @@ def _state_of_threads(pid: int) -> bytes:
     (share_interpreter), so each yields its processor many times within ``_LOOK_S``, while a thread
     that computes never does.
     """
-    folder, states = f"/proc/{pid}/task", {}
+    threads: list[str] = []
     with contextlib.suppress(OSError):  # the process has ended
-        states = {thread: _field(f"{folder}/{thread}/stat", b")") for thread in os.listdir(folder)}
-    running = {thread: _yields(folder, thread) for thread, state in states.items() if state == b"R"}
+        threads = os.listdir(f"/proc/{pid}/task")
+    before = _look_at(f"/proc/{pid}/task/{thread}/status" for thread in threads)
+    running = [path for path, (state, _) in before.items() if state == "R"]
     if running:
         time.sleep(_LOOK_S)
-    for thread, num_yields in running.items():
-        if (
-            _field(f"{folder}/{thread}/stat", b")") == b"R"
-            and _yields(folder, thread) == num_yields
-        ):
+        if before.items() & _look_at(running).items():
             return b"R"
-    return b"D" if b"D" in states.values() else b"S"
+    return b"D" if any(state == "D" for state, _ in before.values()) else b"S"
 
 
-def _yields(folder: str, thread: str) -> bytes:
-    """Return how often a thread has yielded its processor voluntarily."""
-    return _field(f"{folder}/{thread}/status", b"\nvoluntary_ctxt_switches:")
-
-
-def _field(path: str, name: bytes) -> bytes:
-    """Return the word after the last ``name`` in a file of /proc; b'' if there is none."""
-    try:
-        with open(path, "rb") as file:
-            return file.read().rpartition(name)[2].split(None, 1)[0]
-    except (OSError, IndexError):
-        return b""
+def _look_at(paths: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return the state of threads, and how often each has yielded its processor voluntarily."""
+    found = {path: _THREAD.search(proc_text(path)) for path in paths}
+    return {path: (each[1], each[2]) for path, each in found.items() if each is not None}
 
 
 def read(observation: bytes) -> Seen | None:
@@ -304,12 +297,12 @@ def read(observation: bytes) -> Seen | None:
     )
 
 
-def _call(page: bytes, offset: int, now: float) -> Call | None:
+def _call(page: bytes, offset: int, now: float) -> SeenCall | None:
     number, since, length, name, again = _CALL.unpack_from(page, offset)
     if number != again:
         return None
     return (
-        Call(name[:length].decode(errors="replace"), max(0.0, now - since))
+        SeenCall(name[:length].decode(errors="replace"), max(0.0, now - since))
         if since
-        else Call("", 0.0)
+        else SeenCall("", 0.0)
     )

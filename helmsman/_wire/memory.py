@@ -65,21 +65,23 @@ _MOST_THREADS = 4
 """More threads are limited by memory bandwidth."""
 
 
-class Span(NamedTuple):
+class CopySpan(NamedTuple):
     target: int
     """Address of the destination; ``source`` is an address, too."""
     source: int
     num_bytes: int
 
 
-def copy(spans: Sequence[Span]) -> None:
+def copy(spans: Sequence[CopySpan]) -> None:
     """Copy bytes, on several threads if there are many."""
     num_threads = _num_threads(sum(span.num_bytes for span in spans))
     if num_threads == 1:
         _copy(spans)
         return
     chunks = [
-        Span(span.target + start, span.source + start, min(_CHUNK_BYTES, span.num_bytes - start))
+        CopySpan(
+            span.target + start, span.source + start, min(_CHUNK_BYTES, span.num_bytes - start)
+        )
         for span in spans
         for start in range(0, span.num_bytes, _CHUNK_BYTES)
     ]
@@ -110,7 +112,7 @@ def populate(views: Sequence[memoryview]) -> None:
             _in_parallel([functools.partial(libc().madvise, *part) for part in parts])
 
 
-def _copy(spans: Sequence[Span]) -> None:
+def _copy(spans: Sequence[CopySpan]) -> None:
     for span in spans:
         ctypes.memmove(*span)  # releases the interpreter lock
 
@@ -209,5 +211,5 @@ def own_copy(data: Any) -> Any:
     array = map_memory(-1, view.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(array)
     libc().madvise(address, view.nbytes, mmap.MADV_HUGEPAGE)
-    copy([Span(address, address_of(view), view.nbytes)])
+    copy([CopySpan(address, address_of(view), view.nbytes)])
     return pickle.PickleBuffer(array).raw()

@@ -33,7 +33,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman._wire.memory import Span, address_of, copy, libc, map_memory, populate
+from helmsman._wire.memory import CopySpan, address_of, copy, libc, map_memory, populate
 from helmsman.api.closing import Closing
 from helmsman.api.errors import ProtocolError
 
@@ -240,7 +240,7 @@ class _Memory:
         address = ctypes.addressof(self._array)
         copy(
             [
-                Span(address + at, address_of(view), view.nbytes)
+                CopySpan(address + at, address_of(view), view.nbytes)
                 for view, at in zip(views, offsets, strict=True)
             ]
         )

@@ -94,7 +94,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Texts of the tokens, if ``ChatRequest.logprobs`` was set."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The answers to a ChatRequest."""
 
     id: str

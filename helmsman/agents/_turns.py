@@ -15,7 +15,7 @@ import msgspec
 
 from helmsman import GenerationResult, RequestOptions, RolloutController, SamplingParams
 from helmsman.agents._conversation import Turn
-from helmsman.agents._messages import Answer, BadRequestError, ChatRequest
+from helmsman.agents._messages import BadRequestError, ChatRequest, ChatResponse
 from helmsman.agents._session import AgentSession
 from helmsman.agents._template import ChatTemplate
 from helmsman.api.errors import EngineCallError
@@ -46,13 +46,13 @@ class RequestKey(msgspec.Struct, frozen=True):
 class TurnRequest:
     """A turn in progress or done, and the HTTP requests that wait for its answer."""
 
-    def __init__(self, task: asyncio.Task[tuple[Answer, list[Turn]]], digest: bytes) -> None:
+    def __init__(self, task: asyncio.Task[tuple[ChatResponse, list[Turn]]], digest: bytes) -> None:
         self.task, self.digest = task, digest
         self.num_waiting = 0
         self.is_delivered = False
         """Whether an agent has received the answer, as far as the server can tell."""
 
-    async def answer(self) -> Answer:
+    async def answer(self) -> ChatResponse:
         """Wait for the answer. Cancelling the wait does not cancel the turn."""
         return (await asyncio.shield(self.task))[0]
 
@@ -145,7 +145,7 @@ class Turns:
 
     def begin(
         self, session: AgentSession, request: ChatRequest
-    ) -> asyncio.Task[tuple[Answer, list[Turn]]]:
+    ) -> asyncio.Task[tuple[ChatResponse, list[Turn]]]:
         """Start a turn; cancelling it aborts it at the instances.
 
         Raises:
@@ -159,7 +159,9 @@ class Turns:
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _turn(self, session: AgentSession, request: ChatRequest) -> tuple[Answer, list[Turn]]:
+    async def _turn(
+        self, session: AgentSession, request: ChatRequest
+    ) -> tuple[ChatResponse, list[Turn]]:
         if not 1 <= request.n <= _MOST_ANSWERS:
             raise BadRequestError(f"n is {request.n}; expected 1 to {_MOST_ANSWERS}", "n")
         if request.max_tokens is not None and request.max_tokens < 1:
@@ -207,7 +209,7 @@ class Turns:
         is_own = request.max_tokens is not None and most == request.max_tokens
         if not is_own and any(choice.finish == "length" for choice in choices):
             session.is_truncated = True
-        answer = Answer(
+        answer = ChatResponse(
             id=uuid.uuid4().hex,
             created=int(time.time()),
             model=self.model,

@@ -35,7 +35,7 @@ _CALL = ToolCall("call_1", "look_up", '{"word": "helmsman", "count": 2}')
 _OTHER = ToolCall("call_2", "look_up", '{"word": "船長", "count": 1}')
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class TemplateFinding(msgspec.Struct, frozen=True, kw_only=True):
     """The effect of a chat template on one kind of chat."""
 
     chat: str
@@ -54,7 +54,7 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
     family: str
     """Form of the tool calls."""
     stop_tokens: list[str]
-    findings: list[Finding]
+    findings: list[TemplateFinding]
 
     @property
     def appends(self) -> bool:
@@ -140,7 +140,7 @@ def chat_check(tokenizer: Any, family: str | None = None) -> ChatReport:
 
 def _examine(
     template: ChatTemplate, name: str, chat: Sequence[Message], tools: Sequence[Any]
-) -> Finding:
+) -> TemplateFinding:
     """Have the model write its turns as the template would, and send the chat back turn by turn."""
     conversation = Conversation(template)
     is_read: bool | None = None
@@ -151,7 +151,7 @@ def _examine(
             prompt = conversation.prepare(ChatRequest(messages=chat[:index], tools=tools))
             ids = template.own_turn(chat[:index], message, tools)
             if message.tool_calls and _CALL.name not in template.decode(ids):
-                return Finding(
+                return TemplateFinding(
                     chat=name,
                     outcome="rejected",
                     reason="the template writes no tool calls",
@@ -174,10 +174,10 @@ def _examine(
             chat = [*chat[:index], choice.message, *chat[index + 1 :]]
         prompt = conversation.prepare(ChatRequest(messages=chat, tools=tools))
     except BadRequestError as error:
-        return Finding(chat=name, outcome="rejected", reason=str(error))
+        return TemplateFinding(chat=name, outcome="rejected", reason=str(error))
     forks = conversation.forks + [prompt.fork] * bool(prompt.fork)
     outcome = "rewrites" if forks else "appends"
-    return Finding(
+    return TemplateFinding(
         chat=name, outcome=outcome, reason=forks[0] if forks else "", is_call_read=is_read
     )
 

@@ -11,8 +11,6 @@ from typing import Literal
 
 from helmsman.api.reward_shaping import chosen_tokens, plain
 
-Aggregation = Literal["token", "sequence", "constant"]
-
 
 def group_advantages(
     rewards: Sequence[float],
@@ -70,7 +68,10 @@ def group_advantages(
 
 
 def sequence_weights(
-    num_tokens: Sequence[int], aggregation: Aggregation, *, max_tokens: int | None = None
+    num_tokens: Sequence[int],
+    aggregation: Literal["token", "sequence", "constant"],
+    *,
+    max_tokens: int | None = None,
 ) -> list[float]:
     """Compute per-token weights that turn a mean over all tokens of the batch into another mean.
 

@@ -90,7 +90,7 @@ class Ragged(Frozen):
                 f"offsets are [{shown(found)}]; expected non-decreasing numbers from 0 to "
                 f"{len(values)}, the number of values"
             )
-        self._fill(values=values, offsets=vector(values, found, "int64"))
+        self._fill(values=values, offsets=_vector(values, found, "int64"))
 
     @classmethod
     def from_rows(cls, rows: Iterable[Dense]) -> Ragged:
@@ -159,7 +159,7 @@ def _require_dense(value: Any, what: str) -> None:
         raise TypeError(f"{what} a tensor or an array of (t, ...), not {_described(value)}")
 
 
-def vector(like: Dense, values: list[Any], dtype: str) -> Any:
+def _vector(like: Dense, values: list[Any], dtype: str) -> Any:
     """Create a vector on the host, in the library of ``like``."""
     if kind_of(like) == "tensor":
         torch = sys.modules["torch"]
@@ -218,7 +218,7 @@ def flags_beside(columns: Iterable[Column], flags: list[bool]) -> Column:
     for kind in ("tensor", "array"):
         for values in dense:
             if kind_of(values) == kind:
-                made = vector(values, flags, "bool")
+                made = _vector(values, flags, "bool")
                 mask: Column = made.to(values.device) if kind == "tensor" else made
                 return mask
     return flags
@@ -314,10 +314,10 @@ def take(column: Column, rows: Sequence[int]) -> Any:
     if isinstance(column, list):
         return [column[row] for row in rows]
     if not isinstance(column, Ragged):
-        return column[vector(column, list(rows), "int64")]
+        return column[_vector(column, list(rows), "int64")]
     values = column.values
     offsets = column.offsets
-    index = vector(column.values, list(rows), "int64")
+    index = _vector(column.values, list(rows), "int64")
     is_tensor = kind_of(values) == "tensor"
     module = sys.modules["torch" if is_tensor else "numpy"]
     starts: Any = offsets[index]

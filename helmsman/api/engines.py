@@ -18,6 +18,7 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import (
     CollectiveTarget,
     DeviceTarget,
+    MemoryTarget,
     WeightFormat,
     Weights,
     WeightsInMemory,
@@ -195,7 +196,8 @@ class TrainEngine(abc.ABC):
         """Send the full parameters by Hugging Face name to a target.
 
         A collective. ``helmsman.engines.weight_transfer.publish`` implements it for tensors sharded
-        by DTensor. Without this method an engine's weights are transferred by export_weights only.
+        by DTensor. By default, the result of export_weights goes to a MemoryTarget, in the default
+        WeightFormat alone.
 
         Args:
             target: The destination, with the expected weight version.
@@ -207,15 +209,24 @@ class TrainEngine(abc.ABC):
         Raises:
             ValueError: The weights do not have the target's version (any more).
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no publish_weights; it sends weights only by export_weights"
-        )
+        if not isinstance(target, MemoryTarget) or form != WeightFormat():
+            raise NotImplementedError(
+                f"{type(self).__name__} has no publish_weights; it sends weights only by "
+                "ViaMemory, in the default WeightFormat"
+            )
+        if (version := self.get_version()) != target.version:
+            raise ValueError(
+                f"the trainer has weight version {version}, but version {target.version} was to be "
+                "sent. Take no step until a push has returned; then push again"
+            )
+        exported = self.export_weights()
+        return None if exported is None else WeightsInMemory(exported)
 
     def open_weight_store(self, address: str) -> int:
         """Open a weight-transfer store at this address on rank 0; returns its port."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no open_weight_store; it sends weights only by "
-            "export_weights"
+            f"{type(self).__name__} has no open_weight_store; use another transport than "
+            "ViaCollective"
         )
 
     def open_weight_socket(self) -> str:

@@ -16,7 +16,7 @@ from helmsman.api.suggestions import Suggesting, did_you_mean
 
 PlacementStrategy = Literal["shared", "separate", "deferred"]
 NodePacking = Literal["pack", "spread", "strict_spread"]
-StrategyType = Literal["separation", "colocation"]
+_StrategyType = Literal["separation", "colocation"]
 
 MAX_REPLICAS = 100_000
 """Maximum workers of a job; plans take memory and time for each."""
@@ -83,7 +83,7 @@ class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
 class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """The placement of a job's workers relative to another role."""
 
-    type: StrategyType = "separation"
+    type: _StrategyType = "separation"
     """separation: own resources; colocation: the resources of ``target``."""
     target: str | None = None
     """Role to colocate with."""
@@ -244,7 +244,7 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
 _CHOICES = {
     "ray_placement_strategy": get_args(PlacementStrategy),
     "node_packing": get_args(NodePacking),
-    "type": get_args(StrategyType),
+    "type": get_args(_StrategyType),
 }
 
 

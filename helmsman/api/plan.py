@@ -165,15 +165,12 @@ def _count(ports: int) -> str:
     return f"{ports}" if ports else "-"
 
 
-ShortfallKind = Literal["selector", "bundle", "together", "pieces"]
-
-
 class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why jobs do not fit."""
 
     role: str
     """The role, or 'a and b' if jobs fit only without each other."""
-    kind: ShortfallKind
+    kind: Literal["selector", "bundle", "together", "pieces"]
     """selector: no node is allowed; bundle: one worker needs more than any node has; together: the
     total exceeds the cluster; pieces: the total would fit, but is fragmented.
     """

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLATFORM_ENV_VAR = "HELMSMAN_PLATFORM"
-TORCH_COMMAND = "pip install 'helmsman-rl[torch]'"
-TORCH_NPU_COMMAND = "pip install torch_npu (the version that matches torch and CANN)"
+_TORCH_COMMAND = "pip install 'helmsman-rl[torch]'"
+_TORCH_NPU_COMMAND = "pip install torch_npu (the version that matches torch and CANN)"
 
 
 class PlatformInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ def _import_torch(what: str) -> Any:
     except (ImportError, OSError) as exc:  # OSError: a shared library of torch is missing
         raise PlatformError(
             f"{what} needs the package 'torch', which cannot be imported here: {exc}. Install it "
-            f"with: {TORCH_COMMAND}"
+            f"with: {_TORCH_COMMAND}"
         ) from exc
 
 
@@ -113,7 +113,7 @@ def _runtime_of(info: PlatformInfo) -> Any:
             raise PlatformError(
                 "the platform npu needs the package 'torch_npu', which cannot be imported here: "
                 f"{exc}. Install it with: "
-                f"{TORCH_NPU_COMMAND}"
+                f"{_TORCH_NPU_COMMAND}"
             ) from exc
     return getattr(torch_module, info.device_type)
 

@@ -6,8 +6,6 @@ import asyncio
 import collections
 from collections.abc import Callable
 
-REPORT_INTERVAL_S = 60.0
-
 
 class RefusalLog:
     """Reports refused connections in bounded space.
@@ -20,9 +18,7 @@ class RefusalLog:
         interval_s: Interval in seconds.
     """
 
-    def __init__(
-        self, report: Callable[[str], None], interval_s: float = REPORT_INTERVAL_S
-    ) -> None:
+    def __init__(self, report: Callable[[str], None], interval_s: float = 60.0) -> None:
         self._report = report
         self._interval_s = interval_s
         self._counts: collections.Counter[str] = collections.Counter()

@@ -45,20 +45,6 @@ class WeightSource(WeightPeer, Protocol):
     async def version(self, timeout: float | None = None) -> int:
         """Return the weight version, on which all ranks agree."""
 
-    async def export(self, version: int, timeout: float) -> ResultHandle:
-        """Gather all parameters on rank 0.
-
-        Args:
-            version: Expected weight version.
-            timeout: Limit in seconds.
-
-        Returns:
-            Handle of the parameters.
-
-        Raises:
-            HelmsmanError: The weights have another version.
-        """
-
     async def publish(self, target: WeightTarget, form: WeightFormat, timeout: float | None) -> Any:
         """Send the weights to a target.
 
@@ -69,6 +55,9 @@ class WeightSource(WeightPeer, Protocol):
 
         Returns:
             A handle, WeightsOnDisk or the number of bytes, depending on the kind of target.
+
+        Raises:
+            HelmsmanError: The weights have another version than the target, or a rank failed.
         """
 
     async def open_store(self, timeout: float | None) -> int:

@@ -29,7 +29,7 @@ from helmsman.engines._server import http
 from helmsman.engines._server.dialects import DIALECTS
 from helmsman.engines._server.http import ServerClient
 from helmsman.engines._server.process import ServerProcess, served_model
-from helmsman.engines._server.protocol import Call, Dialect, ServerConfig, problem_in
+from helmsman.engines._server.protocol import HttpRequest, ServerConfig, ServerDialect, problem_in
 from helmsman.engines._server.weights import (
     as_folder,
     forms_of,
@@ -275,7 +275,7 @@ class ServerEngine(InferenceEngine):
         assert self._requests is not None
         return self._requests
 
-    async def _send(self, calls: Sequence[Call]) -> None:
+    async def _send(self, calls: Sequence[HttpRequest]) -> None:
         client = self._running()
         for call in calls:
             answer = await client.call(
@@ -501,7 +501,11 @@ class ServerEngine(InferenceEngine):
 
 
 async def read_attempt(
-    client: ServerClient, dialect: Dialect, call: Call, attempt: Attempt, requests: Requests
+    client: ServerClient,
+    dialect: ServerDialect,
+    call: HttpRequest,
+    attempt: Attempt,
+    requests: Requests,
 ) -> None:
     """Send an attempt and add its tokens to the requests, until the server has ended all of it.
 

@@ -32,7 +32,7 @@ from helmsman.api.weights import (
 )
 from helmsman.engines._models.adapter_files import name_in_file, write_adapter
 from helmsman.engines._models.checkpoint import Checkpointer
-from helmsman.engines._models.checkpoint_files import Progress
+from helmsman.engines._models.checkpoint_files import TrainProgress
 from helmsman.engines._models.distributed import (
     abort_process_groups,
     failing_together,
@@ -82,7 +82,7 @@ class FSDPTrainEngine(TrainEngine):
         self._in_files: CheckpointNames | None = None
         self._abort_reason = ""
         self._optimizer: FusedAdamW | None = None
-        self._progress = Progress(version=0, num_steps=0)
+        self._progress = TrainProgress(version=0, num_steps=0)
         self._memory = HostMemory(self.config.offload)
 
     def create_process_group(self) -> None:
@@ -197,7 +197,7 @@ class FSDPTrainEngine(TrainEngine):
         stats = self._accumulate(samples, loss_fn, loss_kwargs)
         num_steps = self._progress.num_steps
         grad_norm, lr = take_step(model, optimizer, self.config, self._memory, num_steps)
-        self._progress = Progress(version=self._progress.version + 1, num_steps=num_steps + 1)
+        self._progress = TrainProgress(version=self._progress.version + 1, num_steps=num_steps + 1)
         return {**stats, "grad_norm": grad_norm, "lr": lr}
 
     @torch.no_grad()
@@ -524,7 +524,7 @@ class FSDPTrainEngine(TrainEngine):
 
     def set_version(self, version: int) -> None:
         """Set the weight version; the step count is unchanged."""
-        self._progress = Progress(version=version, num_steps=self._progress.num_steps)
+        self._progress = TrainProgress(version=version, num_steps=self._progress.num_steps)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate from the next step on; it is not part of a checkpoint.
@@ -543,7 +543,7 @@ class FSDPTrainEngine(TrainEngine):
             self._memory.clear()
             del self._runner
             # initialize() may build another model, which starts from these counts.
-            self._progress = Progress(version=0, num_steps=0)
+            self._progress = TrainProgress(version=0, num_steps=0)
         self._mesh = self._model = self._optimizer = self._adapters = None
         if had_model:
             current_platform.empty_cache()

@@ -37,7 +37,7 @@ from helmsman.engines._models.files import INDEX_FILE, FolderWriter, replace_fol
 from helmsman.engines._models.model import resolve_dtype
 from helmsman.engines._weights.checkpoint_names import CheckpointNames, Conversion
 from helmsman.engines._weights.gathering import gather, type_in
-from helmsman.engines._weights.group import Arriving, Outgoing, WeightGroup
+from helmsman.engines._weights.group import TensorReceiver, TensorSender, WeightGroup
 from helmsman.engines._weights.sending import (
     Bucket,
     Gather,
@@ -233,7 +233,7 @@ class _Header(msgspec.Struct, frozen=True):
 class StreamSink(Sink[int]):
     """Sends weights as a stream of headers and bytes."""
 
-    def __init__(self, way: Outgoing) -> None:
+    def __init__(self, way: TensorSender) -> None:
         self._way, self._num_bytes, self._is_over = way, 0, False
         self._bucket_bytes = 0
 
@@ -402,7 +402,7 @@ def _clear_frames(error: BaseException | None) -> None:
 class _Received:
     """A stream that has been sent by a StreamSink."""
 
-    def __init__(self, way: Arriving) -> None:
+    def __init__(self, way: TensorReceiver) -> None:
         self._way = way
         first = self._header()
         self.shapes = {name: tuple(shape) for name, shape in first.shapes.items()}

@@ -26,7 +26,7 @@ from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.train_config import LOSS_NAMES, TrainConfig
 from helmsman.recipes.roles import ENGINES
 from helmsman.recipes.settings import AGENT_REWARD, GRPOSettings, RunSettings, name_of
-from helmsman.recipes.sizes import CHOSEN, Choice, choose
+from helmsman.recipes.sizes import CHOSEN, SizeChoice, choose
 
 S = TypeVar("S", bound=RunSettings)
 _SHORT = {"data": "data.train"}
@@ -87,7 +87,7 @@ def read(
     path: str | Path | None = None,
     overrides: Sequence[tuple[str, str]] = (),
     given: Mapping[str, Any] | None = None,
-) -> tuple[S, list[Choice]]:
+) -> tuple[S, list[SizeChoice]]:
     """Do the same as ``load``, and also return the choices with their reasons."""
     if not isinstance(path, str | os.PathLike | None):
         raise ValueError(

@@ -17,12 +17,12 @@ from helmsman.recipes.prompts import Encode, Row, preferences
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
 from helmsman.recipes.roles import learning_rate, make_trainer, sibling_job, train_job
-from helmsman.recipes.run import Run, is_due
+from helmsman.recipes.run import RecipeRun, is_due
 from helmsman.recipes.settings import DPOSettings, RunSettings
 from helmsman.recipes.trackers import Trackers
 
 
-def train(run: Run[DPOSettings], reference: Reference, held_out: Sequence[Row]) -> None:
+def train(run: RecipeRun[DPOSettings], reference: Reference, held_out: Sequence[Row]) -> None:
     """Run all steps after the last checkpoint; step 0 is the evaluation before training.
 
     Args:
@@ -128,6 +128,8 @@ class DPO(Recipe[DPOSettings]):
         reference = BaseReference(trainer) if ranks is None else FrozenReference(ranks, settings)
 
         def run(trackers: Trackers) -> None:
-            train(Run(settings, trainer, dataset.train, trackers), reference, dataset.held_out)
+            train(
+                RecipeRun(settings, trainer, dataset.train, trackers), reference, dataset.held_out
+            )
 
         return run

@@ -30,7 +30,7 @@ from helmsman.recipes.evaluation import evaluate_answers
 from helmsman.recipes.prompts import Draw, Row
 from helmsman.recipes.reference import Reference
 from helmsman.recipes.roles import learning_rate
-from helmsman.recipes.run import Run, is_due
+from helmsman.recipes.run import RecipeRun, is_due
 from helmsman.recipes.samples import log_samples
 from helmsman.recipes.settings import GRPOSettings
 from helmsman.recipes.teacher import Teacher
@@ -41,7 +41,7 @@ from helmsman.recipes.tokens import ChatTokenizer
 class GRPOLoop:
     """The loop of GRPO and PPO on started workers."""
 
-    run: Run[GRPOSettings]
+    run: RecipeRun[GRPOSettings]
     """Steps that survive lost workers, timed phases, metrics and checkpoints."""
     trainer: TrainController
     """The policy."""

@@ -24,7 +24,7 @@ from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
 from helmsman.recipes.rewards import make_caller
 from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
-from helmsman.recipes.run import Run
+from helmsman.recipes.run import RecipeRun
 from helmsman.recipes.scorer import Scorer
 from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
 from helmsman.recipes.teacher import Teacher, check_teacher
@@ -179,7 +179,7 @@ class GRPO(Recipe[GRPOSettings]):
 
         def train(trackers: Trackers) -> None:
             rows, num_samples = self.dataset.train, settings.samples_per_prompt
-            run = Run(settings, trainer, rows, trackers, num_samples=num_samples)
+            run = RecipeRun(settings, trainer, rows, trackers, num_samples=num_samples)
             devices = Devices(settings, trainer, rollout, self.dataset, run.clock)
             critic = None if values is None else CriticModel(values, settings)
             episodes = held.enter_context(

@@ -23,7 +23,7 @@ from helmsman import (
     make_scheduler,
 )
 from helmsman.policies import LeastOutstandingTokens, PrefixAffinity, RoundRobin
-from helmsman.recipes.settings import Cluster, GRPOSettings, RunSettings
+from helmsman.recipes.settings import GRPOSettings, Machines, RunSettings
 from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory, WeightFormat
 
 ENGINE_MODULES = ("torch", "helmsman.engines.train", "helmsman.engines.rollout")
@@ -91,17 +91,17 @@ def sibling_job(settings: RunSettings, role: str) -> Job:
     return _beside_trainer(cluster, role, cluster.train_workers, cluster.train_threads)
 
 
-def _beside_trainer(cluster: Cluster, role: str, replicas: int, threads: int) -> Job:
+def _beside_trainer(cluster: Machines, role: str, replicas: int, threads: int) -> Job:
     spec = SchedulingSpec(env_vars=_env_vars(cluster, threads), port_count=1)
     strategy = SchedulingStrategy(type="colocation", target="train", fork=True)
     return Job(role=role, replicas=replicas, tasks=[spec], scheduling_strategy=strategy)
 
 
-def _env_vars(cluster: Cluster, threads: int) -> dict[str, str]:
+def _env_vars(cluster: Machines, threads: int) -> dict[str, str]:
     return {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **cluster.env_vars}
 
 
-def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Scheduler:
+def start_scheduler(cluster: Machines, seed: int, log_dir: Path | None) -> Scheduler:
     """Start the scheduler of the settings."""
     timeouts = Timeouts(
         start_s=cluster.start_timeout_s,

@@ -76,7 +76,7 @@ class Part(Protocol):
         """Add the part's files to a checkpoint."""
 
 
-class Run(Generic[S]):
+class RecipeRun(Generic[S]):
     """The common part of all loops.
 
     Args:

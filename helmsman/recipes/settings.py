@@ -21,7 +21,7 @@ Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 TopP: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Machines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Machines and placement of the run; moving to more machines changes only this section."""
 
     scheduler: Literal["ray", "local", "inline"] = "local"
@@ -419,7 +419,7 @@ class Tracking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``rollout``, since the forward pass over them is needed then."""
 
 
-class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Saving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints, recovery and the exported model."""
 
     every: Positive = 20
@@ -445,10 +445,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model: str
     """Local Hugging Face folder of the initial model, at the same path on every node."""
     data: Data
-    cluster: Cluster = Cluster()
+    cluster: Machines = Machines()
     train: Train = Train()
     tracking: Tracking = Tracking()
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: Saving = Saving()
     steps: Positive = 100
     """Number of training steps."""
     seed: Natural = 0

@@ -14,12 +14,12 @@ from helmsman.recipes.batches import log_likelihood, split, train_metrics
 from helmsman.recipes.prompts import Encode, Row, supervised
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.roles import learning_rate, make_trainer, train_job
-from helmsman.recipes.run import Run, is_due
+from helmsman.recipes.run import RecipeRun, is_due
 from helmsman.recipes.settings import RunSettings, SFTSettings
 from helmsman.recipes.trackers import Trackers
 
 
-def train(run: Run[SFTSettings], held_out: Sequence[Row]) -> None:
+def train(run: RecipeRun[SFTSettings], held_out: Sequence[Row]) -> None:
     """Run all steps after the last checkpoint; step 0 is the evaluation before training.
 
     Args:
@@ -100,5 +100,5 @@ class SFT(Recipe[SFTSettings]):
         settings, dataset = self.settings, self.dataset
         trainer = held.enter_context(make_trainer(settings, scheduler, jobs["train"]))
         return lambda trackers: train(
-            Run(settings, trainer, dataset.train, trackers), dataset.held_out
+            RecipeRun(settings, trainer, dataset.train, trackers), dataset.held_out
         )

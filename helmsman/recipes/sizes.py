@@ -40,7 +40,7 @@ _MOST_TOKENS = 65536
 _MOST_IN_FLIGHT = 512
 
 
-class Choice(msgspec.Struct, frozen=True):
+class SizeChoice(msgspec.Struct, frozen=True):
     """A chosen setting with its reason."""
 
     key: str
@@ -55,7 +55,7 @@ class _Choices:
     """Settings, and the choices made for them so far."""
 
     def __init__(self, settings: RunSettings, given: frozenset[str]) -> None:
-        self.settings, self._given, self.made = settings, given, list[Choice]()
+        self.settings, self._given, self.made = settings, given, list[SizeChoice]()
 
     def is_given(self, *keys: str) -> bool:
         return any(key in self._given for key in keys)
@@ -64,7 +64,7 @@ class _Choices:
         """Choose a value, unless the user has set it."""
         if not self.is_given(key):
             self.settings = _with(self.settings, key.split("."), value)
-            self.made.append(Choice(key, value, reason))
+            self.made.append(SizeChoice(key, value, reason))
 
 
 def _with(found: Any, path: Sequence[str], value: Any) -> Any:
@@ -76,7 +76,7 @@ def _with(found: Any, path: Sequence[str], value: Any) -> Any:
     return msgspec.structs.replace(found, **{name: value})
 
 
-def choose(settings: S, given: frozenset[str]) -> tuple[S, list[Choice]]:
+def choose(settings: S, given: frozenset[str]) -> tuple[S, list[SizeChoice]]:
     """Choose settings that the user has not set, depending on this machine.
 
     Args:

@@ -49,16 +49,19 @@ def trees() -> dict[str, ast.Module]:
     return {module_name(path): tree_of(path) for path in SOURCES}
 
 
+def all_classes() -> Iterator[Class]:
+    """Yield all classes but those of compat, which share names with ours."""
+    for module, tree in trees().items():
+        if not module.startswith("helmsman.compat."):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    yield Class(module, node)
+
+
 @functools.cache
 def classes() -> dict[str, Class]:
-    """Return classes by name, without those of compat, which share names with ours."""
-    return {
-        node.name: Class(module, node)
-        for module, tree in trees().items()
-        if not module.startswith("helmsman.compat.")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    """Return classes by name."""
+    return {each.node.name: each for each in all_classes()}
 
 
 def bases_of(name: str) -> list[str]:
@@ -136,6 +139,13 @@ def test_classes_max_methods() -> None:
         if not is_contract(name) and (n := len(all_methods(name))) > MAX_METHODS
     }
     assert not large
+
+
+def test_class_names_are_used_once() -> None:
+    modules: dict[str, list[str]] = {}
+    for each in all_classes():
+        modules.setdefault(each.node.name, []).append(each.module)
+    assert not {name: found for name, found in modules.items() if len(found) > 1}
 
 
 def test_inheritance_max_depth() -> None:

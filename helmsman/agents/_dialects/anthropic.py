@@ -10,22 +10,22 @@ import msgspec
 
 from helmsman.agents._dialects.base import Dialect, convert, event, functions, parses_tools, text_of
 from helmsman.agents._messages import (
-    Answer,
     BadRequestError,
     ChatRequest,
+    ChatResponse,
     Message,
     ToolCall,
     json_object,
 )
 
 
-class _Message(msgspec.Struct):
+class _AnthropicMessage(msgspec.Struct):
     role: str
     content: str | list[dict[str, Any]]
 
 
-class _Body(msgspec.Struct):
-    messages: list[_Message]
+class _AnthropicBody(msgspec.Struct):
+    messages: list[_AnthropicMessage]
     max_tokens: int
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -41,7 +41,7 @@ class AnthropicMessages(Dialect):
     ping = event({"type": "ping"})
 
     def read(self, body: dict[str, Any]) -> ChatRequest:
-        found = convert(body, _Body)
+        found = convert(body, _AnthropicBody)
         messages = [Message(role="system", content=text_of(found.system, "system"))] * bool(
             found.system
         )
@@ -56,7 +56,7 @@ class AnthropicMessages(Dialect):
             stream=bool(found.stream),
         )
 
-    def write(self, answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, answer: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:
         choice = answer.choices[0]
         reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(choice.finish, "end_turn")
         if choice.stop_text is not None and choice.finish == "stop":
@@ -69,7 +69,7 @@ class AnthropicMessages(Dialect):
             "usage": _usage(answer),
         }
 
-    def events(self, answer: Answer, body: Mapping[str, Any]) -> Iterator[str]:
+    def events(self, answer: ChatResponse, body: Mapping[str, Any]) -> Iterator[str]:
         whole = self.write(answer, body)
         start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
         yield event({"type": "message_start", "message": start})
@@ -95,7 +95,7 @@ class AnthropicMessages(Dialect):
         return {"type": "error", "error": {"type": kind, "message": text}}
 
 
-def _messages(found: _Message, field: str) -> Iterator[Message]:
+def _messages(found: _AnthropicMessage, field: str) -> Iterator[Message]:
     """Split a message into the results of tools, which come first, and the rest."""
     if found.role not in ("user", "assistant"):
         raise BadRequestError(f"role is {found.role!r}; expected user or assistant", field)
@@ -128,7 +128,7 @@ def _messages(found: _Message, field: str) -> Iterator[Message]:
         )
 
 
-def _head(answer: Answer) -> dict[str, Any]:
+def _head(answer: ChatResponse) -> dict[str, Any]:
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
@@ -137,7 +137,7 @@ def _head(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: ChatResponse) -> dict[str, int]:
     num_new = sum(len(each.token_ids) for each in answer.choices)
     return {"input_tokens": len(answer.prompt_ids), "output_tokens": num_new}
 

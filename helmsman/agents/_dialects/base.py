@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from helmsman.agents._messages import Answer, BadRequestError, ChatRequest
+from helmsman.agents._messages import BadRequestError, ChatRequest, ChatResponse
 
 T = TypeVar("T")
 
@@ -31,11 +31,11 @@ class Dialect(abc.ABC):
         """
 
     @abc.abstractmethod
-    def write(self, answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, answer: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the response's body for the model's answers, and the body of the request."""
 
     @abc.abstractmethod
-    def events(self, answer: Answer, body: Mapping[str, Any]) -> Iterator[str]:
+    def events(self, answer: ChatResponse, body: Mapping[str, Any]) -> Iterator[str]:
         """Return the response as server-sent events."""
 
     def error(self, status: int, message: str, *, field: str, code: str) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from helmsman.agents._dialects.base import (
     text_of,
 )
 from helmsman.agents._messages import (
-    Answer,
     BadRequestError,
     ChatRequest,
+    ChatResponse,
     Choice,
     Message,
     ToolCall,
@@ -37,27 +37,27 @@ _UNSUPPORTED = {
 }
 
 
-class _Function(msgspec.Struct):
+class _ToolFunction(msgspec.Struct):
     name: str
     arguments: str = "{}"
 
 
-class _Call(msgspec.Struct):
-    function: _Function
+class _ToolCall(msgspec.Struct):
+    function: _ToolFunction
     id: str = ""
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     role: str
     content: Any = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
 
 
-class _Body(msgspec.Struct):
-    messages: list[_Message]
+class _ChatBody(msgspec.Struct):
+    messages: list[_ChatMessage]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     max_tokens: int | None = None
@@ -81,7 +81,7 @@ class ChatCompletions(Dialect):
 
     def read(self, body: dict[str, Any]) -> ChatRequest:
         refuse(body, _UNSUPPORTED)
-        found = convert(body, _Body)
+        found = convert(body, _ChatBody)
         refuse_schema(found.response_format, "response_format")
         return ChatRequest(
             messages=[_message(each, f"messages[{i}]") for i, each in enumerate(found.messages)],
@@ -97,7 +97,7 @@ class ChatCompletions(Dialect):
             template_args=found.chat_template_kwargs or {},
         )
 
-    def write(self, answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, answer: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:
         choices = []
         for index, choice in enumerate(answer.choices):
             message = choice.message
@@ -127,7 +127,7 @@ class ChatCompletions(Dialect):
             ),
         }
 
-    def events(self, answer: Answer, body: Mapping[str, Any]) -> Iterator[str]:
+    def events(self, answer: ChatResponse, body: Mapping[str, Any]) -> Iterator[str]:
         head = _head(answer, "chat.completion.chunk")
 
         def chunk(index: int, delta: dict[str, Any], **more: Any) -> str:
@@ -150,7 +150,7 @@ class ChatCompletions(Dialect):
         yield "data: [DONE]\n\n"
 
 
-def _message(found: _Message, field: str) -> Message:
+def _message(found: _ChatMessage, field: str) -> Message:
     role: Any = _ROLES.get(found.role, found.role)
     if role not in ("system", "user", "assistant", "tool"):
         raise BadRequestError(
@@ -173,7 +173,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
+def _head(answer: ChatResponse, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{answer.id}",
         "object": kind,
@@ -182,7 +182,7 @@ def _head(answer: Answer, kind: str) -> dict[str, Any]:
     }
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: ChatResponse) -> dict[str, int]:
     num_new = sum(len(each.token_ids) for each in answer.choices)
     return {
         "prompt_tokens": len(answer.prompt_ids),

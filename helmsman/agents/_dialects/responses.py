@@ -19,9 +19,9 @@ from helmsman.agents._dialects.base import (
     text_of,
 )
 from helmsman.agents._messages import (
-    Answer,
     BadRequestError,
     ChatRequest,
+    ChatResponse,
     Choice,
     Message,
     ToolCall,
@@ -38,7 +38,7 @@ _UNSUPPORTED = {
 }
 
 
-class _Body(msgspec.Struct):
+class _ResponsesBody(msgspec.Struct):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -60,7 +60,7 @@ class Responses(Dialect):
 
     def read(self, body: dict[str, Any]) -> ChatRequest:
         refuse(body, _UNSUPPORTED)
-        found = convert(body, _Body)
+        found = convert(body, _ResponsesBody)
         refuse_schema((found.text or {}).get("format"), "text.format")
         messages = (
             [Message(role="system", content=found.instructions)] if found.instructions else []
@@ -73,7 +73,7 @@ class Responses(Dialect):
             stream=bool(found.stream),
         )
 
-    def _history(self, body: _Body) -> list[Message]:
+    def _history(self, body: _ResponsesBody) -> list[Message]:
         if body.previous_response_id is None:
             return []
         found = self._chats.get(body.previous_response_id)
@@ -87,9 +87,9 @@ class Responses(Dialect):
             )
         return found
 
-    def write(self, answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, answer: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:
         choice = answer.choices[0]
-        found = convert(body, _Body)
+        found = convert(body, _ResponsesBody)
         if found.store is not False:
             self._chats[f"resp_{answer.id}"] = [
                 *self._history(found),
@@ -114,7 +114,7 @@ class Responses(Dialect):
             },
         }
 
-    def events(self, answer: Answer, body: Mapping[str, Any]) -> Iterator[str]:
+    def events(self, answer: ChatResponse, body: Mapping[str, Any]) -> Iterator[str]:
         whole = self.write(answer, body)
         number = -1
 
@@ -192,7 +192,7 @@ def _joined(first: Message, second: Message) -> Message:
     )
 
 
-def _head(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+def _head(answer: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": f"resp_{answer.id}",
         "object": "response",
@@ -210,7 +210,7 @@ def _head(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _output(answer: Answer, choice: Choice) -> Iterator[dict[str, Any]]:
+def _output(answer: ChatResponse, choice: Choice) -> Iterator[dict[str, Any]]:
     message = choice.message
     status = "incomplete" if choice.finish == "length" else "completed"
     if message.reasoning:

@@ -87,13 +87,13 @@ class _LoggedError(HelmsmanError):
 
     @property
     def log(self) -> str:
-        return log_section(self.log_path, self.log_tail)
+        return _log_section(self.log_path, self.log_tail)
 
 
 # --- parts of messages ----------------------------------------------------------------------------
 
 
-def log_section(log_path: str, log_tail: str = "") -> str:
+def _log_section(log_path: str, log_tail: str = "") -> str:
     """Return lines that name a log and quote its end; empty without a log."""
     if not log_tail:
         return f"\n  log: {log_path}" if log_path else ""

@@ -115,7 +115,7 @@ class ClusterHandle(CallSurface[W_co], Closing):
         async def run() -> list[Any]:
             async with self._opening:
                 channel = await self._opened()
-                answer = _Answer(self.name)
+                answer = _CallOutcome(self.name)
                 channel.post(outgoing, answer)
             result: Any = decode(await answer.payload)
             results: list[Any] = result if spec.collects_all else [result]
@@ -145,7 +145,7 @@ class ClusterHandle(CallSurface[W_co], Closing):
         return self._channel
 
 
-class _Answer:
+class _CallOutcome:
     """The outcome of one call."""
 
     def __init__(self, name: str) -> None:

@@ -20,7 +20,7 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.run_state import RequestSnapshot, RolloutSnapshot
 from helmsman.controller._rollout.health import Health
 from helmsman.controller._rollout.request import Instance, RequestOptions, RequestState, Ticket
-from helmsman.controller._rollout.request_lifecycle import Backend, RequestFlow
+from helmsman.controller._rollout.request_lifecycle import InstanceBackend, RequestFlow
 from helmsman.controller._rollout.retries import RetryPolicy
 from helmsman.controller._rollout.routing import RoutingPolicy
 
@@ -52,7 +52,7 @@ class GenerateScheduler:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: InstanceBackend,
         *,
         policy: RoutingPolicy | None = None,
         retries: RetryPolicy | None = None,

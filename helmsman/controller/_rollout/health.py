@@ -41,7 +41,7 @@ class Health(Enum):
         return self not in (Health.DEAD, Health.RESTARTING)
 
 
-class Event(Enum):
+class HealthEvent(Enum):
     """Events that change the health of an instance."""
 
     ANSWERED = "answered"
@@ -59,7 +59,7 @@ class Event(Enum):
     UPDATE_FAILED = "update failed"
 
 
-_H, _E = Health, Event
+_H, _E = Health, HealthEvent
 _ALIVE = {
     _E.LOST: _H.DEAD,
     _E.EVACUATED: _H.DEAD,
@@ -68,7 +68,7 @@ _ALIVE = {
 }
 _LATE_NEWS = (_E.ANSWERED, _E.LATE, _E.UPDATED, _E.UPDATE_FAILED)
 """Late events of a process that has exited; they change nothing."""
-TRANSITIONS: Mapping[Health, Mapping[Event, Health]] = MappingProxyType(
+TRANSITIONS: Mapping[Health, Mapping[HealthEvent, Health]] = MappingProxyType(
     {
         _H.HEALTHY: {**_ALIVE, _E.ANSWERED: _H.HEALTHY, _E.LATE: _H.SUSPECT},
         _H.SUSPECT: {**_ALIVE, _E.ANSWERED: _H.HEALTHY, _E.LATE: _H.SUSPECT},
@@ -84,7 +84,7 @@ TRANSITIONS: Mapping[Health, Mapping[Event, Health]] = MappingProxyType(
 """State -> event -> next state; events that are missing cannot happen in the state."""
 
 
-def follow(health: Health, event: Event) -> Health:
+def follow(health: Health, event: HealthEvent) -> Health:
     """Return the next state.
 
     Raises:

@@ -24,7 +24,7 @@ from helmsman.api.supervision import Sign
 from helmsman.controller._groups.call_all import DEFAULT_GRACE_S, gather_all, group_error
 from helmsman.controller._groups.role_controller import DeviceOwner, RoleController, StartedRole
 from helmsman.controller._rollout.generate_scheduler import GenerateScheduler
-from helmsman.controller._rollout.health import Event, Health, SupervisionPolicy
+from helmsman.controller._rollout.health import Health, HealthEvent, SupervisionPolicy
 from helmsman.controller._rollout.request import Instance, InstanceStats, RolloutStats
 from helmsman.controller._rollout.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._rollout.supervisor import Supervisor
@@ -284,7 +284,7 @@ class Instances(RoleController):
             # error.worker_id is not compared: with colocation, the process that died may have an id
             # of another role.
             if is_death(error) and self.num_builds[worker_id] == build:
-                self.supervisor.note(worker_id, Event.LOST, error)
+                self.supervisor.note(worker_id, HealthEvent.LOST, error)
             raise
 
     async def ask_while_it_lives(

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.generation import InFlight
-from helmsman.controller._rollout.health import Event, Health
+from helmsman.controller._rollout.health import Health, HealthEvent
 from helmsman.controller._rollout.instances import Instances, Nap
 from helmsman.controller._rollout.request_api import RolloutRequests
 from helmsman.controller._rollout.weight_state import RolloutWeights, check_sleep
@@ -66,5 +66,5 @@ class PartialSleep:
             if queue.instances[worker_id].health is Health.STALE and await self._weights.catch_up(
                 worker_id
             ):
-                self._instances.supervisor.note(worker_id, Event.UPDATED)
+                self._instances.supervisor.note(worker_id, HealthEvent.UPDATED)
             queue.undrain(worker_id, nap.drain)

@@ -22,7 +22,7 @@ _MOST_SAMPLES = 1024
 """Recent samples whose weight versions are shown."""
 
 
-class Backend(Protocol):
+class InstanceBackend(Protocol):
     """Connection to the rollout instances."""
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
@@ -57,7 +57,7 @@ class RequestFlow:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: InstanceBackend,
         policy: RoutingPolicy | None,
         retries: RetryPolicy | None,
         max_in_flight: int | None,

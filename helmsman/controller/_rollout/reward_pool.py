@@ -26,7 +26,7 @@ from helmsman.api.open_work import Ledger
 from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
 from helmsman.api.supervision import ProbePolicy, Sign, Watch
 from helmsman.controller._groups.role_controller import RoleController, blocking
-from helmsman.controller._rollout.reward_workers import Process, RewardWorkers
+from helmsman.controller._rollout.reward_workers import RewardProcess, RewardWorkers
 from helmsman.controller._scheduler.local import LocalScheduler
 from helmsman.rpc_server._host.reward import Overtime
 
@@ -97,7 +97,7 @@ class RewardPool(RoleController):
         self._attempts: set[asyncio.Task[Any]] = set()
         """References to running attempts; the event loop holds tasks only weakly."""
         self._owned: Scheduler | None = None
-        self.open_scores = Ledger[_Call]("reward", self.role, scheduler.reporter)
+        self.open_scores = Ledger[_ScoreCall]("reward", self.role, scheduler.reporter)
         """Scores that have not ended."""
 
     @classmethod
@@ -190,19 +190,21 @@ class RewardPool(RoleController):
 
     map = blocking(async_map)
 
-    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _ScoreCall:
         """Pack arguments in the caller's thread, so that errors precede the wait for a worker."""
         self._check_started()
-        return _Call(args, kwargs, Packed(encode_arguments(self.role, "", "score", (args, kwargs))))
+        return _ScoreCall(
+            args, kwargs, Packed(encode_arguments(self.role, "", "score", (args, kwargs)))
+        )
 
-    async def _score_all(self, calls: list[_Call]) -> list[Any]:
+    async def _score_all(self, calls: list[_ScoreCall]) -> list[Any]:
         outcomes = await asyncio.gather(*map(self._score, calls), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         return outcomes
 
-    async def _score(self, call: _Call) -> Any:
+    async def _score(self, call: _ScoreCall) -> Any:
         self._check_started()
         places = self._places
         assert places is not None
@@ -226,7 +228,9 @@ class RewardPool(RoleController):
             except _NotBegunError:
                 is_again = True
 
-    async def _attempt(self, places: RewardWorkers, process: Process, call: _Call) -> Any:
+    async def _attempt(
+        self, places: RewardWorkers, process: RewardProcess, call: _ScoreCall
+    ) -> Any:
         try:
             await self._require_alive(places, process)
             return self._answer(process, call, await self._sent(process, call))
@@ -248,7 +252,7 @@ class RewardPool(RoleController):
             self.open_scores.end(call)
             places.give_back(process)
 
-    async def _require_alive(self, places: RewardWorkers, process: Process) -> None:
+    async def _require_alive(self, places: RewardWorkers, process: RewardProcess) -> None:
         """Probe an idle process before sending to it, once for all waiting callers.
 
         Raise _NotBegunError if it is lost: the unsent score can safely go to another worker.
@@ -266,7 +270,7 @@ class RewardPool(RoleController):
         if process.lost.done():  # Also if another caller detected it.
             raise _NotBegunError
 
-    async def _sent(self, process: Process, call: _Call) -> Any:
+    async def _sent(self, process: RewardProcess, call: _ScoreCall) -> Any:
         method, limit_s, arguments = "score", self.timeout, tuple[Any, ...]((call.packed,))
         if self._is_async:
             method = "async_score"
@@ -288,17 +292,17 @@ class RewardPool(RoleController):
         work.add_done_callback(lambda work: work.cancelled() or work.exception())
         raise self._lost(process, call, process.lost.result())
 
-    def _lost(self, process: Process, call: _Call, reason: str) -> HelmsmanError:
+    def _lost(self, process: RewardProcess, call: _ScoreCall, reason: str) -> HelmsmanError:
         self._check_started()  # Raises the pool's own error if it is closing.
         return RewardLostError(worker_id=process.worker_id, call=str(call), reason=reason)
 
-    def _answer(self, process: Process, call: _Call, answer: Any) -> Any:
+    def _answer(self, process: RewardProcess, call: _ScoreCall, answer: Any) -> Any:
         if isinstance(answer, Overtime):
             raise self._overtime(process, call, answer.elapsed_s, "The function was cancelled", "")
         return answer
 
     def _overtime(
-        self, process: Process, call: _Call, elapsed_s: float, then: str, stack: str
+        self, process: RewardProcess, call: _ScoreCall, elapsed_s: float, then: str, stack: str
     ) -> RewardTimeoutError:
         return RewardTimeoutError(
             worker_id=process.worker_id,
@@ -370,7 +374,7 @@ class _NotBegunError(Exception):
     """The worker was lost before the score was sent."""
 
 
-class _Call:
+class _ScoreCall:
     """Arguments of one score."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], packed: Packed) -> None:

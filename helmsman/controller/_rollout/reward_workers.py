@@ -25,7 +25,7 @@ scores would never fail.
 """
 
 
-class Process:
+class RewardProcess:
     """One process of a worker, until it is lost."""
 
     def __init__(self, worker_id: str) -> None:
@@ -59,12 +59,12 @@ class RewardWorkers:
         self._capacity = capacity
         self._max_restarts = max_restarts
         self._rebuild = rebuild
-        self._processes: dict[str, Process | None] = {
-            worker_id: Process(worker_id) for worker_id in worker_ids
+        self._processes: dict[str, RewardProcess | None] = {
+            worker_id: RewardProcess(worker_id) for worker_id in worker_ids
         }
         """Process of each worker; None while it is lost."""
         self._coming_back: set[str] = set()
-        self._queue: collections.deque[asyncio.Future[Process]] = collections.deque()
+        self._queue: collections.deque[asyncio.Future[RewardProcess]] = collections.deque()
         """Callers that wait for a place, including cancelled ones."""
         self._turns = itertools.count()
         self._budget = RestartBudget(max_restarts, _RESTART_WINDOW_S)
@@ -75,7 +75,7 @@ class RewardWorkers:
 
     # --- places -----------------------------------------------------------------------------------
 
-    async def acquire(self, *, is_again: bool) -> Process:
+    async def acquire(self, *, is_again: bool) -> RewardProcess:
         """Wait for a place at the worker with the fewest scores, in FIFO order.
 
         A caller whose previous process was lost before the score was sent (``is_again``) goes
@@ -87,7 +87,7 @@ class RewardWorkers:
         """
         if self._closed is not None:
             raise self._closed
-        place: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        place: asyncio.Future[RewardProcess] = asyncio.get_running_loop().create_future()
         if is_again:
             self._queue.appendleft(place)
         else:
@@ -101,7 +101,7 @@ class RewardWorkers:
                 self.give_back(place.result())
             raise
 
-    def give_back(self, process: Process) -> None:
+    def give_back(self, process: RewardProcess) -> None:
         process.num_in_flight -= 1
         self._hand_out()
 
@@ -140,7 +140,7 @@ class RewardWorkers:
         if report.sign is Sign.DEAD and (process := self._processes[report.worker_id]) is not None:
             self.lose(process, report.reason)
 
-    def lose(self, process: Process, reason: str) -> None:
+    def lose(self, process: RewardProcess, reason: str) -> None:
         """Fail the scores of a dead or hung process and start another one. Idempotent."""
         if process.lost.done():
             return
@@ -173,7 +173,7 @@ class RewardWorkers:
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _MAX_PAUSE_S)
             else:
-                self._processes[worker_id] = Process(worker_id)
+                self._processes[worker_id] = RewardProcess(worker_id)
                 break
         self._coming_back.discard(worker_id)
         self._hand_out()

@@ -618,8 +618,8 @@ class RolloutController(Starting):
         A worker whose update fails receives no requests until an update succeeds.
 
         Args:
-            weights: The handle returned by ``TrainController.export_weights``, or the parameters by
-                their Hugging Face names.
+            weights: A handle, such as that of ``Scheduler.put``, or the parameters by their
+                Hugging Face names.
             version: Weight version of these weights.
             timeout: Seconds for all workers together; the scheduler's ``timeouts.call_s`` when
                 None.

@@ -13,7 +13,7 @@ from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.api.supervision import Monitor, Report, RestartBudget, Sign, Watch
 from helmsman.api.workers import PreemptionNotice
 from helmsman.controller._rollout.generate_scheduler import GenerateScheduler
-from helmsman.controller._rollout.health import Event, Health, SupervisionPolicy, follow
+from helmsman.controller._rollout.health import Health, HealthEvent, SupervisionPolicy, follow
 from helmsman.controller._scheduler.driver_log import story
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class Supervisor:
         self._engine_name = engine_name
         self._supervised: dict[str, _Supervised] = {}
         self._watch: Watch | None = None
-        requests.on_lost(lambda instance_id, error: self.note(instance_id, Event.LOST, error))
+        requests.on_lost(lambda instance_id, error: self.note(instance_id, HealthEvent.LOST, error))
 
     def watch(self, instance_id: str, health: Health = Health.HEALTHY) -> None:
         """Start to supervise an instance; a DEAD one is rebuilt."""
@@ -117,7 +117,7 @@ class Supervisor:
         if watch is not None:
             watch.close()
 
-    def note(self, instance_id: str, event: Event, error: Exception | None = None) -> None:
+    def note(self, instance_id: str, event: HealthEvent, error: Exception | None = None) -> None:
         if (supervised := self._supervised.get(instance_id)) is None:
             return
         before, after = supervised.health, follow(supervised.health, event)
@@ -128,7 +128,7 @@ class Supervisor:
         if after is Health.DEAD:
             self._mark_gone(instance_id, supervised)
             self._plan_restart(
-                instance_id, supervised, pause_s=0.0 if event is Event.EVACUATED else None
+                instance_id, supervised, pause_s=0.0 if event is HealthEvent.EVACUATED else None
             )
         elif before is Health.RESTARTING and self._watch is not None:
             self._watch.add(instance_id)
@@ -233,9 +233,11 @@ class Supervisor:
         if report.notice is not None:
             self._leave(id_, report.notice)
         elif report.sign is Sign.DEAD:
-            self.note(id_, Event.LOST, _lost(report))
+            self.note(id_, HealthEvent.LOST, _lost(report))
         else:
-            self.note(id_, Event.ANSWERED if report.sign is Sign.ANSWERED else Event.LATE)
+            self.note(
+                id_, HealthEvent.ANSWERED if report.sign is Sign.ANSWERED else HealthEvent.LATE
+            )
 
     def _leave(self, instance_id: str, notice: PreemptionNotice) -> None:
         supervised = self._supervised[instance_id]
@@ -261,7 +263,7 @@ class Supervisor:
         if supervised.health.is_alive:  # It may have died during the drain.
             self.note(
                 instance_id,
-                Event.EVACUATED,
+                HealthEvent.EVACUATED,
                 InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=False),
             )
         self._requests.undrain(instance_id, drain)
@@ -273,20 +275,20 @@ class Supervisor:
             # No await after this one: a newer weight version could be served in between.
             has_weights = await self._rebuild(instance_id)
             if supervised.health is Health.RESTARTING:  # It may have died again.
-                self.note(instance_id, Event.RESTARTED)
+                self.note(instance_id, HealthEvent.RESTARTED)
                 if has_weights:
-                    self.note(instance_id, Event.UPDATED)
+                    self.note(instance_id, HealthEvent.UPDATED)
 
         while (due := supervised.restart_at) is not None:
             await asyncio.sleep(due - asyncio.get_running_loop().time())
             supervised.restart_at = None
-            self.note(instance_id, Event.RESTART)
+            self.note(instance_id, HealthEvent.RESTART)
             try:
                 await self.with_liveness_check([instance_id], rebuild())
             # A rebuild may raise any error; each means that the instance is lost.
             except Exception as error:  # noqa: BLE001
                 log.warning("%s could not be rebuilt: %s", instance_id, error)
-                self.note(instance_id, Event.LOST, error)
+                self.note(instance_id, HealthEvent.LOST, error)
 
 
 def _lost(report: Report) -> InstanceLostError:

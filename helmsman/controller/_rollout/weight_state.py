@@ -23,7 +23,7 @@ from helmsman.api.weight_exchange import KeptWeights
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
 from helmsman.controller._groups.call_all import DEFAULT_GRACE_S, group_error, observe, release
-from helmsman.controller._rollout.health import Event, Health
+from helmsman.controller._rollout.health import Health, HealthEvent
 from helmsman.controller._rollout.instances import Instances, is_death
 from helmsman.controller._rollout.request_api import RolloutRequests
 from helmsman.controller._scheduler.driver_log import story
@@ -153,7 +153,7 @@ class RolloutWeights:
             error = HelmsmanError(
                 f"{worker_id} has dropped its weights by sleep(level=2).", worker_id=worker_id
             )
-            self._instances.supervisor.note(worker_id, Event.UPDATE_FAILED, error)
+            self._instances.supervisor.note(worker_id, HealthEvent.UPDATE_FAILED, error)
 
     async def ask_living(
         self, method: str, ids: Sequence[str], timeout: float, *args: Any, **kwargs: Any
@@ -234,7 +234,7 @@ class RolloutWeights:
                 f"{left_out} was left out of the update to weight version {version}"
                 f"{', since it sleeps' if left_out in asleep else ''}."
             )
-            note(left_out, Event.UPDATE_FAILED, error)
+            note(left_out, HealthEvent.UPDATE_FAILED, error)
         try:
             tasks = {
                 id_: asyncio.ensure_future(self._update_one(id_, weights[id_], version, timeout))
@@ -276,7 +276,7 @@ class RolloutWeights:
         requests, builds = self._instances.requests, self._instances.num_builds
         build = builds[worker_id]
 
-        def note(event: Event, error: Exception | None = None) -> None:
+        def note(event: HealthEvent, error: Exception | None = None) -> None:
             if builds[worker_id] == build:
                 self._instances.supervisor.note(worker_id, event, error)
 
@@ -295,16 +295,16 @@ class RolloutWeights:
             error = HelmsmanError(
                 f"{worker_id}: update_weights was cancelled; its outcome is unknown."
             )
-            note(Event.UPDATE_FAILED, error)
+            note(HealthEvent.UPDATE_FAILED, error)
             raise error from cancelled
         except Exception as error:
             if worker_id not in requests.instances:
                 return  # It was removed meanwhile.
-            note(Event.UPDATE_FAILED, error)
+            note(HealthEvent.UPDATE_FAILED, error)
             raise
         if builds[worker_id] == build and worker_id in requests.instances:
             requests.have_weights(worker_id, version)
-        note(Event.UPDATED)
+        note(HealthEvent.UPDATED)
 
     def _release(self, served: tuple[KeptWeights, int] | None) -> None:
         if served is not None and isinstance(served[0], ResultHandle):

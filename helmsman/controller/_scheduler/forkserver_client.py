@@ -24,7 +24,7 @@ from helmsman.controller._scheduler.environment import short_spin
 from helmsman.controller._scheduler.transport.base import tail_of
 from helmsman.rpc_server._server.forkserver import (
     Exited,
-    Kill,
+    KillWorker,
     NotSpawned,
     Spawn,
     Spawned,
@@ -194,9 +194,9 @@ class ForkServer(asyncio.Protocol):
 
     def kill(self, worker: ForkedWorker) -> None:
         if not worker.status.done():
-            self._send(Kill(worker.pid))
+            self._send(KillWorker(worker.pid))
 
-    def _send(self, order: Spawn | Kill) -> None:
+    def _send(self, order: Spawn | KillWorker) -> None:
         assert self._transport is not None
         if self._transport.is_closing():
             return  # connection_lost() follows; uvloop raises here, where asyncio ignores a write

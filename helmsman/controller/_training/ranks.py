@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import heapq
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from helmsman._base.event_loop import Deadline
 from helmsman.api.engines import LossFn, Sample, SampleShare, require_mapping
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError
 from helmsman.api.pairs import sample_units
@@ -21,7 +19,7 @@ from helmsman.api.weights import (
     WeightFormat,
     WeightTarget,
 )
-from helmsman.controller._groups.call_all import call_all, release
+from helmsman.controller._groups.call_all import call_all
 from helmsman.controller._groups.role_controller import DeviceOwner, RoleController
 
 logger = logging.getLogger(__name__)
@@ -230,13 +228,6 @@ class Ranks:
             method, {worker.id: Call(args, rpc_meta=meta) for worker in self.workers}, timeout
         )
 
-    async def on_root(self, method: str, *args: Any, timeout: float | None, keep: bool) -> Any:
-        """Call every rank and return the result of rank 0, or its handle if ``keep`` is set."""
-        meta: dict[str, Any] = _REPLICATED if self._size > 1 else {}
-        calls = {worker.id: Call(args, rpc_meta=meta) for worker in self.workers}
-        calls[self.workers[0].id] = Call(args, rpc_meta={**meta, "keep": keep})
-        return (await self.call(method, calls, timeout))[0]
-
     async def step(
         self,
         method: str,
@@ -325,40 +316,20 @@ class Ranks:
     def _note(self, version: int) -> None:
         self._highest = version if self._highest is None else max(version, self._highest)
 
-    async def gather(self, timeout: float | None) -> ResultHandle:
-        """Gather all parameters on rank 0 and return their handle."""
-        handle = await self.on_root("export_weights", timeout=timeout, keep=True)
-        if not isinstance(handle, ResultHandle):
-            raise HelmsmanError(
-                f"{self.workers[0].id}: export_weights returned {type(handle).__name__} on rank "
-                "0; expected a dict of parameter names to tensors.",
-                role=self.role,
-            )
-        return handle
-
-    async def export(self, version: int, timeout: float) -> ResultHandle:
-        deadline = Deadline(timeout)
-        handle = await self.gather(deadline.remaining_s)
-        try:
-            exported = await self.version(deadline.remaining_s)
-            if exported != version:
-                raise HelmsmanError(
-                    f"role {self.role!r} changed to weight version {exported} during the export of "
-                    f"version {version}; the export "
-                    "was discarded and sent to no instance. Take no step and load no checkpoint "
-                    "while update_rollout runs; "
-                    "call it again.",
-                    role=self.role,
-                    versions=(version, exported),
-                )
-        except BaseException:
-            await asyncio.to_thread(release, self.scheduler, handle)
-            raise
-        return handle
-
     async def publish(self, target: WeightTarget, form: WeightFormat, timeout: float | None) -> Any:
         keep = isinstance(target, MemoryTarget)
-        return await self.on_root("publish_weights", target, form, timeout=timeout, keep=keep)
+        meta: dict[str, Any] = _REPLICATED if self._size > 1 else {}
+        calls = {worker.id: Call((target, form), rpc_meta=meta) for worker in self.workers}
+        root = self.workers[0].id
+        calls[root] = Call((target, form), rpc_meta={**meta, "keep": keep})
+        sent = (await self.call("publish_weights", calls, timeout))[0]
+        if keep and not isinstance(sent, ResultHandle):
+            raise HelmsmanError(
+                f"{root}: publish_weights returned {type(sent).__name__} on rank 0; expected its "
+                "weights.",
+                role=self.role,
+            )
+        return sent
 
     async def open_store(self, timeout: float | None) -> int:
         root = self.workers[0]

@@ -152,7 +152,7 @@ class RankMonitor:
         return None
 
 
-class Attempt:
+class StepAttempt:
     """The block of one step: ``with attempt as step:``.
 
     An exception of the block ends it, and the loop over ``RecoverableTraining.steps`` decides
@@ -256,7 +256,7 @@ class RecoverableTraining:
             with attempt as number:
                 self._step(number)
 
-    def steps(self, first_step: int, last_step: int) -> Iterator[Attempt]:
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepAttempt]:
         """Yield the steps as blocks of a loop in the script, in place of ``run``.
 
             for attempt in training.steps(1, 1000):
@@ -292,7 +292,7 @@ class RecoverableTraining:
             while True:
                 try:
                     for number in range(begin(first_step), last_step + 1):
-                        attempt = Attempt(number, held)
+                        attempt = StepAttempt(number, held)
                         yield attempt
                         if attempt.error is not None:
                             raise attempt.error

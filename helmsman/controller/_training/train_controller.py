@@ -20,7 +20,7 @@ from helmsman.api.errors import (
     StartError,
 )
 from helmsman.api.forms import awaitable
-from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
+from helmsman.api.scheduler import Job, Scheduler, Worker
 from helmsman.api.weight_exchange import ReceivesWeights
 from helmsman.controller._groups.call_all import is_communication_error
 from helmsman.controller._groups.role_controller import (
@@ -32,7 +32,7 @@ from helmsman.controller._groups.role_controller import (
 from helmsman.controller._scheduler.argument_types import require_integer
 from helmsman.controller._training.ranks import Ranks
 from helmsman.controller._weights.sync import WeightSync
-from helmsman.controller._weights.transport import ViaExport
+from helmsman.controller._weights.via_device import ByPlacement
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class TrainController(RoleController):
         """The DeviceHandoff that decides which side holds the devices, if a rollout shares them."""
         self._ranks = Ranks(self, model_parallel_size, device_owner=lambda: self.device_owner)
         self.weight_source = self._ranks
+        self._way = ByPlacement()
 
     async def async_train_batch(
         self,
@@ -345,19 +346,12 @@ class TrainController(RoleController):
 
     set_lr = blocking(async_set_lr)
 
-    async def async_export_weights(self, timeout: float | None = None) -> ResultHandle:
-        """Gather the full parameters on rank 0 and return their handle.
-
-        They stay there until ``scheduler.release(handle)``.
-        """
-        return await run_async(self.weight_source.gather(timeout))
-
-    export_weights = blocking(async_export_weights)
-
     async def async_update_rollout(
         self, rollout: ReceivesWeights, timeout: float | None = None
     ) -> int:
-        """Push the current weights to every rollout instance, directly between workers.
+        """Push the weights to every rollout instance, by the default way of a WeightSync.
+
+        Requests in flight continue with the new weights.
 
         Args:
             rollout: The controller of the rollout role.
@@ -369,12 +363,12 @@ class TrainController(RoleController):
         Raises:
             ValueError: The two roles run on different schedulers, or the version is below the last
                 one pushed.
-            HelmsmanError: The export failed, or the trainer's version changed meanwhile. No
-                instance received weights.
+            HelmsmanError: The trainer failed, its version changed meanwhile, or the rollout is
+                asleep without memory for weights.
             GroupCallError: An update failed on an instance; under supervision, on all instances. A
                 role with one instance raises its CallError.
         """
-        return (await WeightSync(self, rollout, ViaExport()).async_push(timeout)).version
+        return (await WeightSync(self, rollout, self._way).async_push(timeout)).version
 
     update_rollout = blocking(async_update_rollout)
 

@@ -9,12 +9,19 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from helmsman.api.errors import GroupCallError
+from helmsman.api.errors import EngineCallError, GroupCallError, MethodNotFoundError
 from helmsman.api.scheduler import ResultHandle
-from helmsman.api.weight_exchange import WeightSink, WeightSource
-from helmsman.api.weights import DiskTarget, MemoryTarget, WeightFormat, WeightsOnDisk, WeightTarget
+from helmsman.api.weight_exchange import KeptWeights, WeightSink, WeightSource
+from helmsman.api.weights import (
+    CollectiveTarget,
+    DeviceTarget,
+    DiskTarget,
+    MemoryTarget,
+    WeightFormat,
+    WeightsOnDisk,
+)
 from helmsman.api.workers import Worker
-from helmsman.controller._groups.call_all import release
+from helmsman.controller._groups.call_all import observe, release
 
 Transferred: TypeAlias = tuple[int, Mapping[str, Exception]]
 """Bytes that left the trainer, and the errors by instance id."""
@@ -39,12 +46,11 @@ class Push(NamedTuple):
         """Seconds until the deadline; negative after it."""
         return self.deadline - time.monotonic()
 
-    async def store(self, target: WeightTarget) -> Transferred:
+    async def store(self, target: MemoryTarget | DiskTarget) -> Transferred:
         """Have the trainer store its weights, and each instance read them there."""
-        return await self.read_by_all(await self.source.publish(target, self.form, self.left_s))
-
-    async def read_by_all(self, stored: ResultHandle | WeightsOnDisk) -> Transferred:
-        """Have each instance read weights that the trainer has stored."""
+        stored: ResultHandle | WeightsOnDisk = await self.source.publish(
+            target, self.form, self.left_s
+        )
         try:
             weights = dict.fromkeys(self.sink.living_ids(), stored)
             failures = await self.sink.update(weights, self.version, self.left_s, kept=stored)
@@ -52,6 +58,46 @@ class Push(NamedTuple):
             if isinstance(stored, ResultHandle) and not self.sink.keeps(stored):
                 await asyncio.to_thread(release, self.source.scheduler, stored)
         return stored.nbytes if isinstance(stored, ResultHandle) else stored.num_bytes, failures
+
+    async def stream(
+        self,
+        target: CollectiveTarget | DeviceTarget,
+        weights: Mapping[str, CollectiveTarget | DeviceTarget],
+        *,
+        kept: KeptWeights | None,
+        left_out_on: type[BaseException],
+    ) -> Outcome:
+        """Have the trainer send its weights while the instances receive them.
+
+        Args:
+            target: The trainer's target.
+            weights: Instance id -> its target.
+            kept: Weights for an instance that is rebuilt before the next push, if any.
+            left_out_on: Errors of an instance after which the trainer stops waiting for it.
+        """
+        source = self.source
+        sending = asyncio.ensure_future(source.publish(target, self.form, self.left_s))
+
+        def leave_out(id_: str, error: BaseException) -> None:
+            if isinstance(error, left_out_on) and (not sending.done() or sending.cancelled()):
+                observe(source.leave_out(weights[id_]), f"{source.role}: leaving out {id_}")
+
+        async def update() -> Mapping[str, Exception]:
+            try:
+                return await self.sink.update(
+                    weights,
+                    self.version,
+                    self.left_s,
+                    kept=kept,
+                    sending=sending,
+                    on_failure=leave_out,
+                )
+            except BaseException as error:  # of the update as a whole, or a cancellation
+                for id_ in weights:
+                    leave_out(id_, error)
+                raise
+
+        return Outcome(*await asyncio.gather(sending, update(), return_exceptions=True))
 
 
 class WeightTransport(abc.ABC):
@@ -118,6 +164,17 @@ def members_of(error: Any) -> Collection[Any]:
     return error.errors.values() if isinstance(error, GroupCallError) else [error]
 
 
+def unsupported(error: Exception) -> Exception | None:
+    """Return the error of a worker whose engine lacks a method or a form of weights, if any."""
+    for each in members_of(error):
+        if isinstance(each, MethodNotFoundError) or (
+            isinstance(each, EngineCallError)
+            and each.remote_type in ("DeviceSharingError", "NotImplementedError")
+        ):
+            return each
+    return None
+
+
 class ViaMemory(WeightTransport):
     """Sends weights through host memory, from worker to worker.
 
@@ -127,16 +184,6 @@ class ViaMemory(WeightTransport):
 
     async def transfer(self, push: Push) -> Transferred:
         return await push.store(MemoryTarget(version=push.version))
-
-
-class ViaExport(WeightTransport):
-    """Like ViaMemory, for engines without ``publish_weights``: uses ``export_weights``.
-
-    Parameters are sent unconverted: ``form`` is ignored.
-    """
-
-    async def transfer(self, push: Push) -> Transferred:
-        return await push.read_by_all(await push.source.export(push.version, push.left_s))
 
 
 class ViaDisk(WeightTransport):

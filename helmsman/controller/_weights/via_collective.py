@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -13,7 +11,7 @@ from helmsman._wire.group_keys import group_key
 from helmsman.api.errors import EngineCallError, WorkerFailedError
 from helmsman.api.weight_exchange import WeightSink, WeightSource
 from helmsman.api.weights import CollectiveTarget
-from helmsman.controller._groups.call_all import is_communication_error, observe
+from helmsman.controller._groups.call_all import is_communication_error
 from helmsman.controller._weights.transport import (
     Outcome,
     Push,
@@ -103,26 +101,8 @@ class ViaCollective(WeightTransport):
         weights = {
             id_: msgspec.structs.replace(place, rank=rank) for rank, id_ in enumerate(ids, 1)
         }
-        sending = asyncio.ensure_future(source.publish(place, push.form, push.left_s))
-
-        def abort(id_: str, error: Exception) -> None:
-            # A live member leaves by itself. Neither gloo nor NCCL notices a dead one in time.
-            if isinstance(error, WorkerFailedError) and not sending.done():
-                observe(source.leave_out(weights[id_]), f"{source.role}: leaving out {id_}")
-
-        sides: tuple[Any, Any] = await asyncio.gather(
-            sending,
-            sink.update(
-                weights,
-                push.version,
-                push.left_s,
-                kept=None,
-                sending=sending,
-                on_failure=abort,
-            ),
-            return_exceptions=True,
-        )
-        outcome = Outcome(*sides)
+        # A live member leaves by itself. Neither gloo nor NCCL notices a dead one in time.
+        outcome = await push.stream(place, weights, kept=None, left_out_on=WorkerFailedError)
         if not outcome.errors:
             self._members = tuple(ids)
         return outcome

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -14,21 +13,18 @@ from helmsman.api.errors import (
     GroupCallError,
     HandleLostError,
     HelmsmanError,
-    MethodNotFoundError,
 )
 from helmsman.api.scheduler import ResultHandle
 from helmsman.api.weight_exchange import WeightSink, WeightSource
 from helmsman.api.weights import DeviceTarget, MemoryTarget
 from helmsman.api.workers import Worker
-from helmsman.controller._groups.call_all import observe
 from helmsman.controller._weights.transport import (
-    Outcome,
     Push,
     Transferred,
     ViaMemory,
     WeightTransport,
     devices_of,
-    members_of,
+    unsupported,
 )
 
 log = logging.getLogger(__name__)
@@ -79,10 +75,9 @@ class ViaDevice(WeightTransport):
                 try:
                     done = await self._hand_over(push, ranks)
                 except (EngineCallError, GroupCallError) as error:
-                    unable = [each for each in members_of(error) if _is_unable(each)]
-                    if not unable:
+                    if (unable := unsupported(error)) is None:
                         raise
-                    reason, self._can_share = str(unable[0]).split("\n", 1)[0], False
+                    reason, self._can_share = str(unable).split("\n", 1)[0], False
                 else:
                     self.fallback_reason = ""
                     return done
@@ -94,7 +89,7 @@ class ViaDevice(WeightTransport):
         return await ViaMemory().transfer(push)
 
     async def _hand_over(self, push: Push, ranks: Mapping[str, Sequence[int]]) -> Transferred:
-        source, sink = push.source, push.sink
+        source = push.source
         sockets = await source.open_sockets(push.left_s)
         receivers: list[list[str]] = [[] for _ in sockets]
         for id_, its_ranks in ranks.items():
@@ -116,11 +111,6 @@ class ViaDevice(WeightTransport):
             )
             for id_, its_ranks in ranks.items()
         }
-        sending = asyncio.ensure_future(source.publish(place, push.form, push.left_s))
-
-        def leave_out(id_: str, _error: BaseException) -> None:
-            if not sending.done() or sending.cancelled():
-                observe(source.leave_out(weights[id_]), f"{source.role}: leaving out {id_}")
 
         async def from_memory() -> ResultHandle:
             target = MemoryTarget(version=push.version)
@@ -134,24 +124,9 @@ class ViaDevice(WeightTransport):
                 ) from error
             return handle
 
-        async def update() -> Mapping[str, Exception]:
-            try:
-                return await sink.update(
-                    weights,
-                    push.version,
-                    push.left_s,
-                    kept=from_memory,
-                    sending=sending,
-                    on_failure=leave_out,
-                )
-            except BaseException as error:  # of the update as a whole, or a cancellation
-                for id_ in weights:
-                    leave_out(id_, error)
-                raise
-
-        outcome = Outcome(*await asyncio.gather(sending, update(), return_exceptions=True))
+        outcome = await push.stream(place, weights, kept=from_memory, left_out_on=BaseException)
         for each in outcome.errors:
-            if any(map(_is_unable, members_of(each))):
+            if unsupported(each):
                 raise each
         return outcome.transferred()
 
@@ -163,7 +138,9 @@ class ByPlacement(WeightTransport):
         self._via_device = ViaDevice()
 
     async def transfer(self, push: Push) -> Transferred:
-        if devices_of(push.source.workers) & devices_of(push.sink.workers):
+        source, sink = push.source, push.sink
+        shared = devices_of(source.workers) & devices_of(sink.workers)
+        if shared and not source.scheduler.shares_process:
             return await self._via_device.transfer(push)
         return await ViaMemory().transfer(push)
 
@@ -196,11 +173,3 @@ def _ranks_beside(trainers: Sequence[Worker], instances: Sequence[Worker]) -> di
             num_served[rank] += 1
             found[instance.id].append(rank)
     return found
-
-
-def _is_unable(error: Exception) -> bool:
-    """Return whether an engine cannot share its device's memory."""
-    return isinstance(error, MethodNotFoundError) or (
-        isinstance(error, EngineCallError)
-        and error.remote_type in ("DeviceSharingError", "NotImplementedError")
-    )

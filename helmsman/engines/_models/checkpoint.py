@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor
 
 from helmsman.engines._models.checkpoint_files import (
     STATE_FOLDER,
-    Progress,
     Saved,
+    TrainProgress,
     Writer,
     begin_folder,
     missing_part,
@@ -67,7 +67,7 @@ class Checkpointer:
         path: str,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        progress: Progress,
+        progress: TrainProgress,
         source: str | None = None,
         *,
         background: bool = False,
@@ -186,7 +186,7 @@ class Checkpointer:
                     backend="gloo", timeout=timedelta(seconds=self._timeout_s)
                 )
 
-    def load(self, path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    def load(self, path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainProgress:
         """Read a checkpoint into a model and an optimizer that has not stepped. A collective.
 
         Raises:

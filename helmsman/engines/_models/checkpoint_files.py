@@ -24,7 +24,7 @@ PROGRESS_FILE = "helmsman.json"
 STATE_FOLDER = "state"
 
 
-class Progress(msgspec.Struct, frozen=True):
+class TrainProgress(msgspec.Struct, frozen=True):
     """Progress of training; with the configuration it determines the learning rate schedule."""
 
     version: int
@@ -34,7 +34,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    progress: Progress
+    progress: TrainProgress
     num_ranks: int
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from helmsman.engines._server.protocol import (
-    Call,
     Chunk,
-    Dialect,
+    HttpRequest,
     ServerConfig,
+    ServerDialect,
     Stats,
     require_logprobs,
 )
@@ -90,7 +90,7 @@ class VLLMDialect:
         }
         return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key, **unset}
 
-    def generation(self, model: str, attempt: Attempt) -> Call:
+    def generation(self, model: str, attempt: Attempt) -> HttpRequest:
         first = attempt.generations[0]
         sampling = first.request.sampling
         body: dict[str, Any] = {
@@ -111,7 +111,7 @@ class VLLMDialect:
             body["top_k"] = sampling.top_k
         if first.attempt_seed is not None:
             body["seed"] = first.attempt_seed
-        return Call("/v1/completions", body)
+        return HttpRequest("/v1/completions", body)
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
         completion = msgspec.json.decode(event, type=_Completion)
@@ -129,29 +129,29 @@ class VLLMDialect:
             chunks.append(Chunk(choice.index, token_ids, logprobs, reason))  # type: ignore[arg-type]
         return chunks
 
-    def abort(self, request_id: str) -> Call | None:
+    def abort(self, request_id: str) -> HttpRequest | None:
         return None
 
-    def pause(self) -> list[Call]:
-        return [Call("/pause", params={"mode": "abort"})]
+    def pause(self) -> list[HttpRequest]:
+        return [HttpRequest("/pause", params={"mode": "abort"})]
 
-    def resume(self) -> list[Call]:
-        return [Call("/resume")]
+    def resume(self) -> list[HttpRequest]:
+        return [HttpRequest("/resume")]
 
-    def load(self, path: str) -> list[Call]:
+    def load(self, path: str) -> list[HttpRequest]:
         # vLLM's own reload_weights is not used: in 0.32, tensors of a failed reload get mixed into
         # the next one.
         return [
-            Call("/collective_rpc", {"method": "helmsman_load_files", "args": [path]}),
-            Call("/reset_prefix_cache"),
+            HttpRequest("/collective_rpc", {"method": "helmsman_load_files", "args": [path]}),
+            HttpRequest("/reset_prefix_cache"),
         ]
 
-    def sleep(self, level: int) -> list[Call]:
-        return [Call("/sleep", params={"level": str(level)})]
+    def sleep(self, level: int) -> list[HttpRequest]:
+        return [HttpRequest("/sleep", params={"level": str(level)})]
 
-    def wake(self, *, weights: bool, cache: bool) -> list[Call]:
+    def wake(self, *, weights: bool, cache: bool) -> list[HttpRequest]:
         tags = [tag for tag, wanted in (("weights", weights), ("kv_cache", cache)) if wanted]
-        return [Call("/wake_up", params={"tags": tag}) for tag in tags]
+        return [HttpRequest("/wake_up", params={"tags": tag}) for tag in tags]
 
 
 class _Finish(msgspec.Struct, frozen=True):
@@ -221,7 +221,7 @@ class SGLangDialect:
         # Return log-probabilities at temperature 1, not those of the sampling distribution.
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
 
-    def generation(self, model: str, attempt: Attempt) -> Call:
+    def generation(self, model: str, attempt: Attempt) -> HttpRequest:
         (generation,) = attempt.generations
         sampling = generation.request.sampling
         params: dict[str, Any] = {
@@ -243,7 +243,7 @@ class SGLangDialect:
             "return_logprob": True,
             "stream": True,
         }
-        return Call("/generate", body)
+        return HttpRequest("/generate", body)
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
         decoded = msgspec.json.decode(event, type=_Event)
@@ -267,29 +267,29 @@ class SGLangDialect:
         logprobs = require_logprobs(token_ids, [entry[0] for entry in entries])
         return [Chunk(0, token_ids, logprobs, finish.type if finish is not None else None)]  # type: ignore[arg-type]
 
-    def abort(self, request_id: str) -> Call | None:
-        return Call("/abort_request", {"rid": request_id})
+    def abort(self, request_id: str) -> HttpRequest | None:
+        return HttpRequest("/abort_request", {"rid": request_id})
 
-    def pause(self) -> list[Call]:
-        return [Call("/pause_generation", {"mode": "abort"})]
+    def pause(self) -> list[HttpRequest]:
+        return [HttpRequest("/pause_generation", {"mode": "abort"})]
 
-    def resume(self) -> list[Call]:
-        return [Call("/continue_generation", {})]
+    def resume(self) -> list[HttpRequest]:
+        return [HttpRequest("/continue_generation", {})]
 
-    def load(self, path: str) -> list[Call]:
-        return [Call("/update_weights_from_disk", {"model_path": path, "flush_cache": True})]
+    def load(self, path: str) -> list[HttpRequest]:
+        return [HttpRequest("/update_weights_from_disk", {"model_path": path, "flush_cache": True})]
 
-    def sleep(self, level: int) -> list[Call]:
+    def sleep(self, level: int) -> list[HttpRequest]:
         # The server ends itself if it releases memory while it is still post-processing its last
         # batch. Until then it refuses to flush the cache.
         return [
-            Call("/flush_cache", busy_status=400),
-            Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+            HttpRequest("/flush_cache", busy_status=400),
+            HttpRequest("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
         ]
 
-    def wake(self, *, weights: bool, cache: bool) -> list[Call]:
+    def wake(self, *, weights: bool, cache: bool) -> list[HttpRequest]:
         tags = [tag for tag, wanted in (("weights", weights), ("kv_cache", cache)) if wanted]
-        return [Call("/resume_memory_occupation", {"tags": tags})] if tags else []
+        return [HttpRequest("/resume_memory_occupation", {"tags": tags})] if tags else []
 
 
-DIALECTS: dict[str, type[Dialect]] = {"vllm": VLLMDialect, "sglang": SGLangDialect}
+DIALECTS: dict[str, type[ServerDialect]] = {"vllm": VLLMDialect, "sglang": SGLangDialect}

@@ -80,7 +80,7 @@ class ServerConfig(
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0")
 
 
-class Call(NamedTuple):
+class HttpRequest(NamedTuple):
     """One HTTP request to a server: route, JSON body and query parameters."""
 
     route: str
@@ -120,7 +120,7 @@ def _gauge(metrics: str, name: str) -> float:
     return sum(map(float, values))
 
 
-class Dialect(Protocol):
+class ServerDialect(Protocol):
     """Command, requests and answers of one kind of server. Stateless."""
 
     health_route: str
@@ -135,7 +135,7 @@ class Dialect(Protocol):
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
         """Return the environment variables that the server needs."""
 
-    def generation(self, model: str, attempt: Attempt) -> Call:
+    def generation(self, model: str, attempt: Attempt) -> HttpRequest:
         """Return the request for an attempt; a stream of events answers it."""
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
@@ -152,22 +152,22 @@ class Dialect(Protocol):
             ValueError: The event is an error or not of this dialect (msgspec.DecodeError too).
         """
 
-    def abort(self, request_id: str) -> Call | None:
+    def abort(self, request_id: str) -> HttpRequest | None:
         """Return the request that ends a generation; None if closing the connection ends it."""
 
-    def pause(self) -> list[Call]:
+    def pause(self) -> list[HttpRequest]:
         """Return requests that abort all generations and start none until resume."""
 
-    def resume(self) -> list[Call]:
+    def resume(self) -> list[HttpRequest]:
         """Return requests that let the server generate again."""
 
-    def load(self, path: str) -> list[Call]:
+    def load(self, path: str) -> list[HttpRequest]:
         """Return requests that load the weights of a folder and empty the prefix cache."""
 
-    def sleep(self, level: int) -> list[Call]:
+    def sleep(self, level: int) -> list[HttpRequest]:
         """Return requests that release memory; levels as in InferenceEngine.sleep."""
 
-    def wake(self, *, weights: bool, cache: bool) -> list[Call]:
+    def wake(self, *, weights: bool, cache: bool) -> list[HttpRequest]:
         """Return requests that allocate the memory of the weights, of the cache, or of both."""
 
 

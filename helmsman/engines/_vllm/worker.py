@@ -20,7 +20,7 @@ from helmsman.engines._models.gloo_listeners import close_listeners
 from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.transfer import read_shared
 from helmsman.engines._weights.fit import Expected, require_fit
-from helmsman.engines._weights.group import Arriving, WeightGroup
+from helmsman.engines._weights.group import TensorReceiver, WeightGroup
 from helmsman.engines._weights.sending import Bucket
 from helmsman.engines._weights.shared_memory import DeviceSharingError
 from helmsman.engines.weight_transfer import StreamSink, incoming
@@ -198,7 +198,7 @@ class _InstanceGroup(WeightGroup):
         super().__init__(device)
         self._world = world
 
-    def receiving(self, place: CollectiveTarget | DeviceTarget) -> Arriving:
+    def receiving(self, place: CollectiveTarget | DeviceTarget) -> TensorReceiver:
         return self
 
     def send(self, num_bytes: int) -> None:

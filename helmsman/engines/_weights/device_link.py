@@ -49,7 +49,7 @@ class _Handles(msgspec.Struct, frozen=True, tag=True):
     handles: list[bytes]
 
 
-class _Header(msgspec.Struct, frozen=True, tag=True):
+class _HeaderFrame(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
@@ -57,7 +57,7 @@ class _Filled(msgspec.Struct, frozen=True, tag=True):
     buffer: int
 
 
-_Message: TypeAlias = _Handles | _Header | _Filled
+_Message: TypeAlias = _Handles | _HeaderFrame | _Filled
 _ACK = b"loaded"
 
 
@@ -179,7 +179,7 @@ class DeviceSender:
 
     def send_header(self, data: bytes) -> None:
         """Send bytes that precede tensors, or end the transfer."""
-        self._send(_Header(data))
+        self._send(_HeaderFrame(data))
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """Return the next buffer, after all receivers have loaded its previous content."""
@@ -261,7 +261,7 @@ class DeviceReceiver:
         if isinstance(message, _Handles):
             self._pair = [open_buffer(each, self._device) for each in message.handles]
             message = self._receive()
-        assert isinstance(message, _Header)
+        assert isinstance(message, _HeaderFrame)
         return message.data
 
     def receive(self, num_bytes: int) -> torch.Tensor:

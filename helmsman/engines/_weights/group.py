@@ -26,7 +26,7 @@ _CONNECT_S = 20.0
 """Limit for members to connect once all have met; nothing else ends the wait for one that dies."""
 
 
-class Outgoing(Protocol):
+class TensorSender(Protocol):
     """Sends headers and tensors to receivers, in order."""
 
     def send_header(self, data: bytes) -> None:
@@ -42,7 +42,7 @@ class Outgoing(Protocol):
         """Release the memory, after the end of the transfer or an error."""
 
 
-class Arriving(Protocol):
+class TensorReceiver(Protocol):
     """The other end of an Outgoing."""
 
     def receive_header(self) -> bytes:
@@ -112,7 +112,7 @@ class WeightGroup:
             for address, receivers in zip(place.sockets, place.receivers, strict=True)
         )
 
-    def sending(self, place: CollectiveTarget | DeviceTarget, num_bytes: int) -> Outgoing:
+    def sending(self, place: CollectiveTarget | DeviceTarget, num_bytes: int) -> TensorSender:
         """Meet the receivers, as the sender.
 
         Args:
@@ -132,7 +132,7 @@ class WeightGroup:
             self.close_socket()
         return DeviceSender(links, self.device, num_bytes, place.timeout_s)
 
-    def receiving(self, place: CollectiveTarget | DeviceTarget) -> Arriving:
+    def receiving(self, place: CollectiveTarget | DeviceTarget) -> TensorReceiver:
         """Meet the sender.
 
         Raises:

@@ -34,7 +34,7 @@ _MOST_FRAMES, _MOST_STEPS = 60, 32
 _Future = asyncio.Future, concurrent.futures.Future
 
 
-class Waiting(NamedTuple):
+class TaskWait(NamedTuple):
     """The wait of a task."""
 
     frames: list[FrameType]
@@ -131,7 +131,7 @@ class Waiting(NamedTuple):
         return StackTrace(thread=self.thread.name if self.thread else "task", frames=found)
 
 
-def waiting_of(task: asyncio.Task[Any], threads: Threads) -> Waiting:
+def waiting_of(task: asyncio.Task[Any], threads: Threads) -> TaskWait:
     """Return the wait of a task; works from any thread, while the task's loop runs."""
     frames: list[FrameType] = []
     seen, tasks = set[int](), set[asyncio.Task[Any]]()
@@ -147,7 +147,7 @@ def waiting_of(task: asyncio.Task[Any], threads: Threads) -> Waiting:
             if step is None:
                 thread, inside = threads.in_frame(own[-1]) if own else (None, [])
                 is_here = thread is not None
-                return Waiting(frames + inside, None, thread, frozenset(tasks), is_here)
+                return TaskWait(frames + inside, None, thread, frozenset(tasks), is_here)
             if isinstance(step, asyncio.Task):
                 continue
             seen.add(id(step))
@@ -158,9 +158,9 @@ def waiting_of(task: asyncio.Task[Any], threads: Threads) -> Waiting:
         if following is None:
             thread, inside = threads.completing(step)
             leaf = None if thread is not None else leaf
-            return Waiting(frames + inside, leaf, thread, frozenset(tasks))
+            return TaskWait(frames + inside, leaf, thread, frozenset(tasks))
         leaf = step = following
-    return Waiting(frames, leaf, None, frozenset(tasks))
+    return TaskWait(frames, leaf, None, frozenset(tasks))
 
 
 def _continuations(future: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ _MAX_OPEN = 256
 """Connections kept open until the peer closes them; beyond this number the oldest is closed."""
 
 
-class Listener:
+class PortListener:
     """Listens on one port at a time, on all addresses, like the store of a process group."""
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ from helmsman.rpc_server._host.engine_calls import (
 from helmsman.rpc_server._host.engine_registry import EngineRegistry
 from helmsman.rpc_server._host.examination import examine
 from helmsman.rpc_server._host.handles import HandleStore, keep
-from helmsman.rpc_server._host.journal import Journal
+from helmsman.rpc_server._host.journal import WorkerJournal
 from helmsman.rpc_server._host.progress import Connections
 from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, all_stacks
 
@@ -105,8 +105,8 @@ class EngineHost:
         self._ports = PortLeases()
         # Without seeding this is the driver's own process.
         self._environment = Environment("node" if seeding else "driver")
-        self._listener = connectivity.Listener()
-        self._journal = Journal(identity, title_end, self._recorder)
+        self._listener = connectivity.PortListener()
+        self._journal = WorkerJournal(identity, title_end, self._recorder)
         self._upkeep = Upkeep(functools.partial(self._journal.say, "%s"))
         self._engines = EngineRegistry(identity.worker_id, self._loop, self._journal.say)
         self._num_calls = 0

@@ -39,7 +39,7 @@ def write_to_stderr() -> None:
     log.propagate = False
 
 
-class Journal:
+class WorkerJournal:
     """Log lines and title of one worker.
 
     Args:

@@ -136,7 +136,7 @@ class _RayletFirst(importlib.abc.MetaPathFinder):
         return None
 
 
-class _ForkServer:
+class _RayForkServer:
     """Forks workers on requests of clients.
 
     Args:
@@ -414,7 +414,7 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     follow_omp_threads()
     with open(script, "rb") as file:
         program = compile(file.read(), script, "exec")
-    order = _ForkServer(listener, control, driver, raylet.key, dict(os.environ)).run()
+    order = _RayForkServer(listener, control, driver, raylet.key, dict(os.environ)).run()
     if order is None:
         # Finalizing the interpreter with all its modules takes long, and the driver waits for it.
         os._exit(0)

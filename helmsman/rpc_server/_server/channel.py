@@ -47,7 +47,7 @@ _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions of decoding a request."""
 
 
-class SidePath(Protocol):
+class PayloadStore(Protocol):
     """Transfers payloads that a channel cannot carry. Methods raise the errors of the transfer."""
 
     def take(self, request_id: int) -> Payload:
@@ -214,7 +214,7 @@ class ChannelServer(AuthenticatedServer):
         *,
         shares_memory: bool,
         tls: ServerTls | None = None,
-        side_path: SidePath | None = None,
+        side_path: PayloadStore | None = None,
     ) -> None:
         super().__init__(listener, key, tls)
         self._host = host

@@ -64,7 +64,7 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     """The driver's ``sys.path``, which may have grown since the forkserver started."""
 
 
-class Kill(msgspec.Struct, frozen=True, tag=True):
+class KillWorker(msgspec.Struct, frozen=True, tag=True):
     """End a worker's process at once; its Exited and FamilyEnded follow."""
 
     pid: int
@@ -101,7 +101,7 @@ class FamilyEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 encode_message = msgspec.msgpack.Encoder().encode
-decode_order = msgspec.msgpack.Decoder(Spawn | Kill).decode
+decode_order = msgspec.msgpack.Decoder(Spawn | KillWorker).decode
 decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited | FamilyEnded).decode
 
 
@@ -156,8 +156,8 @@ class _ForkServer:
         self._end()
         os._exit(128 + signal.SIGTERM)
 
-    def _obey(self, order: Spawn | Kill) -> None:
-        if isinstance(order, Kill):
+    def _obey(self, order: Spawn | KillWorker) -> None:
+        if isinstance(order, KillWorker):
             if order.pid in self._workers:
                 os.kill(order.pid, signal.SIGKILL)
             return

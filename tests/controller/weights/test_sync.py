@@ -171,7 +171,7 @@ def test_weight_sync_refuses_invalid_arguments(world: World) -> None:
             WeightFormat(names=(("a", replacement),))
 
 
-def test_push_names_an_engine_that_cannot_publish(engines_scheduler: Scheduler) -> None:
+def test_push_names_an_engine_that_cannot_broadcast(engines_scheduler: Scheduler) -> None:
     jobs = {
         role: Job(role=role, replicas=1, tasks=[SPEC]) for role in ("other-train", "other-rollout")
     }
@@ -184,10 +184,11 @@ def test_push_names_an_engine_that_cannot_publish(engines_scheduler: Scheduler) 
             engines_scheduler, f"{engines}.CountingRollout", jobs["other-rollout"]
         ) as rollout,
         pytest.raises(
-            MethodNotFoundError, match="RecordingTrainer\\) has no public method 'publish_weights'"
+            MethodNotFoundError,
+            match="RecordingTrainer\\) has no public method 'open_weight_store'",
         ),
     ):
-        WeightSync(trainer, rollout).push()
+        WeightSync(trainer, rollout, ViaCollective()).push()
 
 
 # --- faults; tests/nightly has each fault with the other transports -------------------------------

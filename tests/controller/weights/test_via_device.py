@@ -130,10 +130,9 @@ def test_push_without_shared_memory_uses_via_memory(
     engines_scheduler: Scheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     with World(engines_scheduler, 1, 1, "-unable", trainer="Socketless", **ON_DEVICE) as world:
-        sync = world.sync()
         for _ in range(2):
-            world.step()
-            assert sync.push().updated == world.ids
+            version = world.step()
+            assert world.trainer.update_rollout(world.rollout) == version
             assert not any(world.differing().values())
         message = "to role rollout-unable by ViaMemory: .*Socketless has no open_weight_socket"
         assert len(re.findall(message, caplog.text)) == 1

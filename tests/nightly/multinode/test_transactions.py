@@ -74,7 +74,7 @@ def test_remove_group_in_flight(nodes: Nodes, run: RayScheduler) -> None:
             wait_until(lambda: nodes.free()[node.node_id].get("GPU") == 8, "free for another round")
         assert asked
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            request = ours._Request(None, None, waiting, asked_at)  # type: ignore[arg-type]
+            request = ours._GroupRequest(None, None, waiting, asked_at)  # type: ignore[arg-type]
             removing = pool.submit(ours._remove_in_order, [request])
             with pytest.raises(concurrent.futures.TimeoutError):
                 removing.result(1.0)

@@ -18,10 +18,10 @@ from helmsman._cluster.connection import (
     Joined,
     Leaving,
     LinkTimeouts,
-    Message,
     PeerConnection,
     PeerLostError,
     Refused,
+    SupervisorMessage,
     Waiting,
     Welcome,
     connect,
@@ -152,7 +152,9 @@ def framed(data: bytes) -> bytes:
 
 
 async def test_connection_carries_every_message_in_order(listener: Listener) -> None:
-    assert {type(message) for message in ALL} | {Heartbeat} == set(Message.__subclasses__())
+    assert {type(message) for message in ALL} | {Heartbeat} == set(
+        SupervisorMessage.__subclasses__()
+    )
     async with linked(listener) as (ours, theirs):
         for message in ALL:
             ours.send(message)

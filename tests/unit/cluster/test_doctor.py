@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from helmsman._cli import NO, OK, main
-from helmsman._cluster.checks import Check, diagnose, judge
+from helmsman._cluster.checks import DoctorCheck, diagnose, judge
 from helmsman._process.observation import Observed, address_towards, observe, skew_s
 
 NODE = Observed(
@@ -42,7 +42,7 @@ NODE = Observed(
 )
 
 
-def check(name: str, **changes: Any) -> Check:
+def check(name: str, **changes: Any) -> DoctorCheck:
     (found,) = [
         each
         for each in judge(msgspec.structs.replace(NODE, **changes), num_devices=8)
@@ -123,7 +123,7 @@ def test_diagnose_different_nodes() -> None:
 def test_diagnose_equal_nodes() -> None:
     found = diagnose({"a": NODE, "b": NODE})
     assert found.state == "ok"
-    assert found.between == [Check("differences", "none")]
+    assert found.between == [DoctorCheck("differences", "none")]
     assert skew_s(NODE, 999.5, 1000.5) == 0.0
     assert skew_s(NODE, 998.0, 999.0) == 1.0
     assert skew_s(NODE, 1002.0, 1003.0) == -2.0

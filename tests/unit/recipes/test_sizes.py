@@ -9,14 +9,14 @@ import pytest
 
 from helmsman.recipes import GRPOSettings
 from helmsman.recipes.roles import make_jobs
-from helmsman.recipes.settings import Cluster, Data, Reward
+from helmsman.recipes.settings import Data, Machines, Reward
 from helmsman.recipes.sizes import choose, num_cores
 
 
 def minimal(**cluster: Any) -> GRPOSettings:
     rewards = (Reward(use="exact"),)
     return GRPOSettings(
-        model="m", data=Data(train="t"), rewards=rewards, cluster=Cluster(**cluster)
+        model="m", data=Data(train="t"), rewards=rewards, cluster=Machines(**cluster)
     )
 
 

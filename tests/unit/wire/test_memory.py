@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from helmsman._wire import memory
-from helmsman._wire.memory import Span, address_of, copy, own_copy
+from helmsman._wire.memory import CopySpan, address_of, copy, own_copy
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_copy_spans_of_all_sizes(monkeypatch: pytest.MonkeyPatch, num_threads: i
     ]
     targets = [bytearray(len(source)) for source in sources]
     spans = [
-        Span(address_of(memoryview(target)), address_of(memoryview(source)), len(source))
+        CopySpan(address_of(memoryview(target)), address_of(memoryview(source)), len(source))
         for target, source in zip(targets, sources, strict=True)
     ]
     copy(spans)
@@ -83,7 +83,7 @@ def test_in_parallel_interrupted() -> None:
     def copy() -> None:
         begun.set()
         for _ in range(8):
-            memory._copy([Span(target.ctypes.data, source.ctypes.data, source.nbytes)])
+            memory._copy([CopySpan(target.ctypes.data, source.ctypes.data, source.nbytes)])
         ended.set()
 
     def interrupted() -> None:

@@ -93,7 +93,7 @@ class BundleSlot(Placement, frozen=True, kw_only=True):
         return isinstance(other, BundleSlot) and bool(other.group.id == self.group.id)
 
 
-class _Request(msgspec.Struct, frozen=True):
+class _GroupRequest(msgspec.Struct, frozen=True):
     role: PlannedRole
     instance: PlannedInstance
     group: PlacementGroup
@@ -179,14 +179,16 @@ async def _request(
     Returns:
         Their slots; or, after removal of all groups, the nodes that did not grant theirs.
     """
-    requests: list[_Request] = []
+    requests: list[_GroupRequest] = []
 
     def ask() -> None:
         for role in plan.roles:
             for planned in role.instances:
                 instance = _by_device(planned, role.accelerator) if per_device else planned
                 asked_at = time.monotonic()
-                requests.append(_Request(role, instance, _create(role, instance, prefix), asked_at))
+                requests.append(
+                    _GroupRequest(role, instance, _create(role, instance, prefix), asked_at)
+                )
 
     async with contextlib.AsyncExitStack() as undo:
         undo.push_async_callback(_remove, requests)
@@ -237,7 +239,9 @@ def _create(role: PlannedRole, instance: PlannedInstance, prefix: str) -> Placem
     return group
 
 
-async def _await_created(requests: Sequence[_Request], deadline: Deadline) -> list[_Request]:
+async def _await_created(
+    requests: Sequence[_GroupRequest], deadline: Deadline
+) -> list[_GroupRequest]:
     """Wait until all groups are created; return those that are not once waiting is pointless.
 
     If the head has found no room, others have taken the resources. Planning again is then faster
@@ -261,7 +265,7 @@ async def _await_created(requests: Sequence[_Request], deadline: Deadline) -> li
         pause_s = min(2 * pause_s, _POLL_S[1])
 
 
-def _slots(request: _Request, deferred: bool) -> list[BundleSlot]:
+def _slots(request: _GroupRequest, deferred: bool) -> list[BundleSlot]:
     kind, bundles = request.role.accelerator, request.instance.bundles
     sizes = tuple((bundle.node, int(bundle.resources.get(kind, 0))) for bundle in bundles)
     return [
@@ -313,7 +317,7 @@ async def devices_of(slot: BundleSlot) -> list[Granted]:
     return granted
 
 
-async def _remove(requests: Sequence[_Request]) -> None:
+async def _remove(requests: Sequence[_GroupRequest]) -> None:
     await _removed(_remove_in_order, requests, _REMOVE_S + 0.01 * len(requests))
 
 
@@ -329,7 +333,7 @@ async def _removed(remove: Callable[[Any], None], groups: Any, limit_s: float) -
         await bounded(remove, groups, limit_s=limit_s)
 
 
-def _remove_in_order(requests: Sequence[_Request]) -> None:
+def _remove_in_order(requests: Sequence[_GroupRequest]) -> None:
     """Remove waiting groups before created ones, and none while the head is trying to place it.
 
     Removing a group during an attempt leaks a bundle on a node forever (Ray 2.60 releases committed
@@ -357,7 +361,7 @@ def _remove_in_order(requests: Sequence[_Request]) -> None:
             remove_placement_group(left.pop(id_).group)
 
 
-def _remove_between_attempts(request: _Request, progress: GroupProgress) -> bool:
+def _remove_between_attempts(request: _GroupRequest, progress: GroupProgress) -> bool:
     # Slightly longer than by the head's clock, so the retry is never nearer than computed.
     since_s = time.monotonic() - request.asked_at
     if (

@@ -8,13 +8,13 @@ import pytest
 
 from helmsman.controller._rollout.health import (
     TRANSITIONS,
-    Event,
     Health,
+    HealthEvent,
     SupervisionPolicy,
     follow,
 )
 
-H, E = Health, Event
+H, E = Health, HealthEvent
 LEGAL = [
     (H.HEALTHY, H.HEALTHY, [E.ANSWERED, E.UPDATED]),
     (H.HEALTHY, H.SUSPECT, [E.LATE]),
@@ -38,7 +38,7 @@ FOLLOWING = {(before, event): after for before, after, events in LEGAL for event
     list(itertools.product(H, E)),
     ids=lambda value: value.value.replace(" ", "-"),
 )
-def test_follow(before: Health, event: Event) -> None:
+def test_follow(before: Health, event: HealthEvent) -> None:
     assert TRANSITIONS[before].get(event) is FOLLOWING.get((before, event))
     if (before, event) in FOLLOWING:
         assert follow(before, event) is FOLLOWING[before, event]

@@ -11,7 +11,7 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import PreemptionNotice, WorkerHealth
 from helmsman.api.supervision import Monitor
 from helmsman.controller._rollout.generate_scheduler import GenerateScheduler
-from helmsman.controller._rollout.health import Event, Health, SupervisionPolicy
+from helmsman.controller._rollout.health import Health, HealthEvent, SupervisionPolicy
 from helmsman.controller._rollout.request import RequestState
 from helmsman.controller._rollout.supervisor import Supervisor
 from tests.controller.fakes import make_death
@@ -208,7 +208,7 @@ async def test_stop_prevents_rebuilds() -> None:
     cluster = Cluster()
     _, supervisor = _supervised(cluster)
     supervisor.stop()
-    supervisor.note("a", Event.LOST)
+    supervisor.note("a", HealthEvent.LOST)
     await asyncio.sleep(5000.0)
     assert not cluster.rebuilt
 

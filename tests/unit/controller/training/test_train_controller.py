@@ -429,19 +429,21 @@ def test_save_load_and_versions_on_every_rank(scheduler: FakeScheduler) -> None:
 
 
 class Empty(RecordingTrainer):
-    def export_weights(self) -> Any:
+    def publish_weights(self, target: Any, form: Any) -> Any:
         """Return nothing, on every rank."""
 
 
-def test_export_weights_refuses_nothing(scheduler: FakeScheduler) -> None:
-    with controller(scheduler, engine=Empty) as actor:
-        actor.initialize()
-        with pytest.raises(
+def test_update_rollout_refuses_nothing(scheduler: FakeScheduler) -> None:
+    rollout = RolloutController(scheduler, CountingRollout, Job(role="rollout"))
+    with (
+        controller(scheduler, engine=Empty) as actor,
+        rollout,
+        pytest.raises(
             HelmsmanError,
-            match="actor/0: export_weights returned NoneType on rank 0; expected a dict of "
-            "parameter names to tensors",
-        ):
-            actor.export_weights()
+            match="actor/0: publish_weights returned NoneType on rank 0; expected its weights",
+        ),
+    ):
+        actor.update_rollout(rollout)
 
 
 def test_update_rollout_makes_one_call_per_worker(scheduler: FakeScheduler) -> None:
@@ -455,7 +457,7 @@ def test_update_rollout_makes_one_call_per_worker(scheduler: FakeScheduler) -> N
         exports = {
             call.worker_id: call.rpc_meta
             for call in scheduler.sent
-            if call.method == "export_weights"
+            if call.method == "publish_weights"
         }
         assert exports == {"actor/0": {"keep": True}, "actor/1": {}}
         updates = [call.worker_id for call in scheduler.sent if call.method == "update_weights"]

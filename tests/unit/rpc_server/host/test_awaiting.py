@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from helmsman._base.loops import start_loop
-from helmsman.rpc_server._host.awaiting import Threads, Waiting, waiting_of
+from helmsman.rpc_server._host.awaiting import TaskWait, Threads, waiting_of
 
 
 async def event() -> None:
@@ -74,7 +74,7 @@ async def other_loop() -> None:
         loop.call_soon_threadsafe(loop.stop)
 
 
-async def wait_in(workflow: Callable[[], Awaitable[None]]) -> Waiting:
+async def wait_in(workflow: Callable[[], Awaitable[None]]) -> TaskWait:
     """Return the wait of a coroutine once its stack does not change."""
     task = asyncio.ensure_future(workflow())
     key: object = None
@@ -121,7 +121,7 @@ def test_wait_in_a_thread() -> None:
     async def threaded() -> None:
         await asyncio.to_thread(done.wait)
 
-    async def main() -> Waiting:
+    async def main() -> TaskWait:
         try:
             return await wait_in(threaded)
         finally:
@@ -160,7 +160,7 @@ def test_task_that_blocks_its_loop() -> None:
 
 
 def test_new_future_is_progress() -> None:
-    async def main() -> tuple[Waiting, Waiting]:
+    async def main() -> tuple[TaskWait, TaskWait]:
         step = [asyncio.get_running_loop().create_future() for _ in range(2)]
 
         async def steps() -> None:

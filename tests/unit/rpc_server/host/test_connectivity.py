@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from helmsman.rpc_server._host.connectivity import Listener, reach
+from helmsman.rpc_server._host.connectivity import PortListener, reach
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    made = Listener()
+def listener() -> Iterator[PortListener]:
+    made = PortListener()
     yield made
     made.close()
 
@@ -33,7 +33,7 @@ def free_port() -> int:
     ],
 )
 def test_reach_while_a_listener_listens(
-    listener: Listener, address: str, proof: bytes, outcome: str
+    listener: PortListener, address: str, proof: bytes, outcome: str
 ) -> None:
     port = free_port()
     assert listener.listen(port, b"proof", 30.0) == ""
@@ -49,7 +49,7 @@ def test_reach_silent_listener() -> None:
         )
 
 
-def test_reach_beside_silent_peers(listener: Listener) -> None:
+def test_reach_beside_silent_peers(listener: PortListener) -> None:
     port = free_port()
     assert listener.listen(port, b"proof", 30.0) == ""
     with contextlib.ExitStack() as silent:
@@ -58,7 +58,7 @@ def test_reach_beside_silent_peers(listener: Listener) -> None:
         assert [reach("127.0.0.1", port, b"proof", 10.0) for _ in range(10)] == [""] * 10
 
 
-def test_reach_by_many_at_once_leaves_the_port_free(listener: Listener) -> None:
+def test_reach_by_many_at_once_leaves_the_port_free(listener: PortListener) -> None:
     port = free_port()
     assert listener.listen(port, b"proof", 30.0) == ""
     outcomes: list[str] = []

@@ -73,7 +73,7 @@ def test_listener_after_failed_start(
 ) -> None:
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    listener = connectivity.Listener()
+    listener = connectivity.PortListener()
     refuse_threads()
     assert listener.listen(port, b"proof", LIMIT_S) == "can't start new thread"
     monkeypatch.undo()
