@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_resources_and_masks_of_platforms() -> None:
 
     for info in PLATFORMS.values():
         if info.visibility_env_var:
-            manager = get_accelerator_manager_for_resource(info.ray_resource)
+            manager: Any = get_accelerator_manager_for_resource(info.ray_resource)
             if info.name == "rocm":
                 manager = AMDGPUAcceleratorManager
             assert manager is not None
