@@ -3,12 +3,15 @@
 Row r of each layer's pool holds the keys and values of one sequence, from column 0 on. Running
 sequences occupy the first rows without gaps, so a step works on views and copies only the new
 entries. Sequences join and leave at every step: the iteration-level scheduling of Orca (OSDI 2022).
+
+A step covers a rounded number of rows and columns, so that few shapes occur. Rows without a
+sequence compute tokens that are dropped, and write only to slots whose contents are not needed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +21,11 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from helmsman.api.generation import SamplingParams
+from helmsman.engines._hf.attention import share_heads
+from helmsman.engines._hf.step_graphs import StepGraphs
+
+_FEWEST_ROWS, _FEWEST_COLUMNS = 8, 128
+"""Least rows and columns of a step; larger steps are powers of two."""
 
 
 class DecodeBatch:
@@ -52,7 +60,11 @@ class DecodeBatch:
         self._inputs = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._input_positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._uniforms = torch.zeros(num_slots, max_len, device=device)
-        self._rows: SamplingRows | None = None
+        self._params = torch.ones(3, num_slots, device=device)  # temperature, top_k, top_p
+        self._kinds: tuple[bool, bool] | None = None
+        """Whether all rows are greedy, and whether one is filtered; None after a change of rows."""
+        self._graphs = StepGraphs(self._decode, device)
+        share_heads(model)
 
     @property
     def num_free(self) -> int:
@@ -84,45 +96,71 @@ class DecodeBatch:
             cursor = self.cache.cursor
             cursor.prefill = True
             cursor.start = start
-            cursor.rows = torch.tensor(which, device=self._device)
+            cursor.rows = self._upload(which)
             # Padding on the right needs no mask: attention is causal.
             self._model.base_model(  # type: ignore[operator]
-                input_ids=padded.to(self._device), past_key_values=self.cache, use_cache=True
+                input_ids=self._upload(padded), past_key_values=self.cache, use_cache=True
             )
         streams = [draw_uniforms(seed, self._max_len) for seed in seeds]
         positions = [len(prompt) - 1 for prompt in prompts]
-        self._uniforms[start:end] = torch.stack(streams).to(self._device)
-        self._inputs[start:end] = torch.tensor(
-            [prompt[-1] for prompt in prompts], device=self._device
-        )
-        self._input_positions[start:end] = torch.tensor(positions, device=self._device)
+        self._uniforms[start:end] = self._upload(torch.stack(streams))
+        self._inputs[start:end] = self._upload([prompt[-1] for prompt in prompts])
+        self._input_positions[start:end] = self._upload(positions)
         self._positions += positions
         self._sampling += sampling
-        self.num_rows, self._rows = end, None
+        self.num_rows, self._kinds = end, None
         return sum(map(len, unique))
 
-    def step(self) -> tuple[list[int], list[float]]:
-        """Sample the next token of every row; return tokens and their log-probabilities, by row."""
-        num_rows, cursor = self.num_rows, self.cache.cursor
+    def step(self) -> Callable[[], tuple[list[int], list[float]]]:
+        """Sample the next token of every row, without a wait for the device.
+
+        A sequence may run beyond its end: a step may follow before the result of the last is read.
+
+        Returns:
+            A function that waits for the step and returns tokens and their log-probabilities, by
+            row.
+        """
+        if self._kinds is None:
+            self._kinds = self._write_params()
+        num_rows = min(_power_of_two(self.num_rows, _FEWEST_ROWS), self.num_slots)
+        width = min(_power_of_two(max(self._positions) + 1, _FEWEST_COLUMNS), self._max_len)
+        results = self._graphs(num_rows, width, *self._kinds)
+        self._positions = [position + 1 for position in self._positions]
+        tokens, logprobs = [each[: self.num_rows].to("cpu", non_blocking=True) for each in results]
+        on_host = self._device.type == "cpu"
+        arrival = None if on_host else torch.accelerator.current_stream().record_event()
+
+        def read() -> tuple[list[int], list[float]]:
+            if arrival is not None:
+                arrival.synchronize()
+            return tokens.tolist(), logprobs.tolist()
+
+        return read
+
+    def _decode(
+        self, num_rows: int, width: int, all_greedy: bool, any_filtered: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Perform a step of rows and columns on the device; all of its state is there."""
+        cursor = self.cache.cursor
         slots, positions = self._slots[:num_rows], self._input_positions[:num_rows]
         cursor.prefill = False
         cursor.rows = slots
         cursor.columns = positions
-        cursor.width = max(self._positions) + 1
+        cursor.width = width
         logits = self._model(
             input_ids=self._inputs[:num_rows, None],
             position_ids=positions[:, None],
-            attention_mask=self._make_mask(positions, cursor.width),
+            attention_mask=self._make_mask(positions, width),
             past_key_values=self.cache,
             use_cache=True,
         ).logits[:, -1]
-        positions += 1
-        if self._rows is None:
-            self._rows = self._make_rows()
-        tokens, logprobs = sample_tokens(logits, self._uniforms[slots, positions], self._rows)
+        # Rows without a sequence, and sequences beyond their end, stay in the last column.
+        positions.add_(1).clamp_(max=self._max_len - 1)
+        temperature, top_k, top_p = self._params[:, :num_rows].unbind()
+        rows = SamplingRows(temperature, top_k, top_p, all_greedy, any_filtered)
+        tokens, logprobs = sample_tokens(logits, self._uniforms[slots, positions], rows)
         self._inputs[:num_rows] = tokens
-        self._positions = [position + 1 for position in self._positions]
-        return tokens.tolist(), logprobs.tolist()
+        return tokens, logprobs
 
     def remove(self, row: int) -> None:
         """Drop a row; the last row takes its place."""
@@ -134,12 +172,17 @@ class DecodeBatch:
             self._sampling[row], self._positions[row] = self._sampling[last], self._positions[last]
         self._sampling.pop()
         self._positions.pop()
-        self.num_rows, self._rows = last, None
+        self.num_rows, self._kinds = last, None
 
     def clear(self) -> None:
-        self.num_rows, self._rows = 0, None
+        self.num_rows, self._kinds = 0, None
         self._sampling.clear()
         self._positions.clear()
+
+    def release(self) -> None:
+        """Release the cache's memory. The model's weights may move until the next step."""
+        self._graphs.clear()
+        self.cache.release()
 
     def _make_mask(
         self, positions: torch.Tensor, width: int
@@ -157,22 +200,23 @@ class DecodeBatch:
             masks[kind] = torch.where(seen, self._visible, self._hidden)[:, None, None]
         return masks if len(masks) > 1 else masks[self._mask_kinds[0]]
 
-    def _make_rows(self) -> SamplingRows:
-        def column(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=self._device)
+    def _write_params(self) -> tuple[bool, bool]:
+        vocab_size = self.vocab_size
+        rows = [(each.temperature, each.top_k or vocab_size, each.top_p) for each in self._sampling]
+        self._params[:, : self.num_rows] = self._upload(rows).T
+        drawn = [each for each in self._sampling if each.temperature > 0]
+        return not drawn, any(each.top_p < 1 or 0 < each.top_k < vocab_size for each in drawn)
 
-        drawn = [params for params in self._sampling if params.temperature > 0]
-        return SamplingRows(
-            temperature=column([params.temperature for params in self._sampling], torch.float32),
-            top_k=column(
-                [params.top_k or self.vocab_size for params in self._sampling], torch.int64
-            ),
-            top_p=column([params.top_p for params in self._sampling], torch.float32),
-            all_greedy=not drawn,
-            any_filtered=any(
-                params.top_p < 1 or 0 < params.top_k < self.vocab_size for params in drawn
-            ),
-        )
+    def _upload(self, values: Any) -> torch.Tensor:
+        """Copy to the device without a wait for it, which memory that is not pinned would need."""
+        source = torch.as_tensor(values)
+        if self._device.type == "cpu":
+            return source
+        return source.pin_memory().to(self._device, non_blocking=True)
+
+
+def _power_of_two(number: int, least: int) -> int:
+    return max(least, 1 << (number - 1).bit_length())
 
 
 def _mask_kinds(config: Any) -> tuple[str, ...]:
@@ -202,12 +246,9 @@ class Cursor:
     (N,) int64 the column of each, and attention covers ``width`` columns.
     """
 
-    def __init__(self) -> None:
-        self.prefill = True
-        self.rows = torch.empty(0, dtype=torch.int64)
-        self.start = 0
-        self.columns = torch.empty(0, dtype=torch.int64)
-        self.width = 0
+    prefill = True
+    start = width = 0
+    rows = columns = torch.empty(0, dtype=torch.int64)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
@@ -220,7 +261,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         self._cursor = cursor
         self._num_slots = num_slots
         self._num_columns = num_columns
-        self._released: tuple[torch.Size, torch.Size] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the pools, with zeros: a masked NaN would still spoil the sum."""
@@ -249,15 +289,14 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 
     def release(self) -> None:
         """Release the pools' memory; nothing may be stored until allocate()."""
-        if self.is_initialized and self._released is None:
-            self._released = (self.keys.shape, self.values.shape)
-            self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
+        for pool in (self.keys, self.values) if self.is_initialized else ():
+            pool.untyped_storage().resize_(0)
 
     def allocate(self) -> None:
-        if self._released is not None:
-            keys, values = self._released
-            self.keys, self.values = self.keys.new_zeros(keys), self.values.new_zeros(values)
-            self._released = None
+        for pool in (self.keys, self.values) if self.is_initialized else ():
+            if not pool.untyped_storage().nbytes():
+                pool.untyped_storage().resize_(pool.nbytes)
+                pool.zero_()
 
     def move(self, source: int, target: int, length: int) -> None:
         if self.is_initialized:
@@ -317,7 +356,7 @@ class SamplingRows(msgspec.Struct, frozen=True):
     temperature: torch.Tensor
     """(N,) float32; 0 is greedy."""
     top_k: torch.Tensor
-    """(N,) int64, at least 1; the vocabulary's size disables it."""
+    """(N,) at least 1; the vocabulary's size disables it."""
     top_p: torch.Tensor
     """(N,) float32, in (0, 1]."""
     all_greedy: bool

@@ -4,10 +4,14 @@ A request waits until a slot is free, runs from its prefill to its last token, a
 exactly once:
 
     WAITING -> RUNNING -> resolved with a result (stop, length, abort), or with a step's error
+
+A step is launched before the tokens of the last one are read, so that the device does not wait for
+this thread. A sequence that ends takes part in one step more, whose token is dropped.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
@@ -41,6 +45,8 @@ class _Sequence(Generation):
         self.future: Future[GenerationResult] = Future()
         seed = request.sampling.seed
         self.seed = seed if seed is not None else secrets.randbits(63)
+        self.num_due = 0
+        """Tokens of steps that were launched and not read."""
 
     def resolve(self) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -87,6 +93,8 @@ class DecodeLoop:
         self._waiting: deque[list[_Sequence]] = deque()
         """Sequences of one entry join together, so that their prompt is computed once."""
         self._running: list[_Sequence] = []
+        self._read_last: Callable[[], None] | None = None
+        """Reads the tokens of the step that was launched last, and ends sequences by them."""
         self._ids: set[str] = set()
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -245,12 +253,27 @@ class DecodeLoop:
             )
 
     def _step(self) -> None:
-        if not self._running:
-            return
-        tokens, logprobs = self._batch.step()
-        self._num_generated += len(tokens)
-        for sequence, token, logprob in zip(self._running, tokens, logprobs, strict=True):
-            sequence.add((token,), (logprob,), self.version)
+        """Launch a step, unless no sequence needs it; then read the tokens of the last one."""
+        read, self._read_last = self._read_last, None
+        if any(sequence.num_left > sequence.num_due for sequence in self._running):
+            self._read_last = functools.partial(
+                self._read, self._batch.step(), tuple(self._running), self.version
+            )
+            for sequence in self._running:
+                sequence.num_due += 1
+        if read is not None:
+            read()
+
+    def _read(
+        self,
+        results: Callable[[], tuple[list[int], list[float]]],
+        sequences: Sequence[_Sequence],
+        version: int,
+    ) -> None:
+        for sequence, token, logprob in zip(sequences, *results(), strict=True):
+            sequence.num_due -= 1
+            self._num_generated += sequence.stop_reason is None
+            sequence.add((token,), (logprob,), version)
             sequence.settle()
             if sequence.future.cancelled():
                 sequence.end("abort")
@@ -309,7 +332,7 @@ class DecodeLoop:
         if level == 2:
             self._host_swap.drop(self._model.parameters())
         self._host_swap.offload([*self._model.parameters(), *self._model.buffers()])
-        self._batch.cache.release()
+        self._batch.release()
         current_platform.empty_cache()
 
     def _wake(self, weights_only: bool) -> None:
@@ -345,6 +368,7 @@ class DecodeLoop:
                 *(sequence for together in self._waiting for sequence in together),
             ]
             self._running.clear()
+            self._read_last = None
             self._waiting.clear()
             self._ids.clear()
         self._batch.clear()

@@ -465,7 +465,7 @@ def memory_of(engine: HFRolloutEngine) -> tuple[int, int]:
         for each in loop._model.parameters()
     }
     cache = [pool for layer in loop._batch.cache.layers for pool in (layer.keys, layer.values)]
-    return sum(weights.values()), sum(pool.nbytes for pool in cache)
+    return sum(weights.values()), sum(pool.untyped_storage().nbytes() for pool in cache)
 
 
 async def test_sleep_and_wake(engine: HFRolloutEngine) -> None:
