@@ -29,7 +29,7 @@ class Correction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Upper end of the band, or the cap of ``truncate``."""
     outlier: Annotated[float, msgspec.Meta(gt=1)] | None = None
     """An answer with a token whose ratio is above this, or below 1 over it, is left out of the
-    loss; null for none."""
+    loss; null for none. Beside any mode, ``none`` included."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for an empty band."""

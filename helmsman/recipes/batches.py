@@ -229,12 +229,13 @@ def add_logprobs(
     old, correction = settings.algorithm.old_logprobs, settings.correction
     if correction.mode != "none":
         old = "trainer"
-    if not settings.tracking.logprob_diff and old == "rollout":
+    corrects = correction.mode != "none" or correction.outlier is not None
+    if not settings.tracking.logprob_diff and old == "rollout" and not corrects:
         return {}
-    every = 1 if old != "rollout" else -(-len(samples) // _MOST_COMPARED)
+    every = 1 if old != "rollout" or corrects else -(-len(samples) // _MOST_COMPARED)
     own = trainer.forward([{"input_ids": each["input_ids"]} for each in samples[::every]])
     found: dict[str, float] = {}
-    if correction.mode != "none":
+    if corrects:
         found = add_corrections(samples, own, correction)
     if old != "rollout":
         for sample, logprobs in zip(samples, own, strict=True):

@@ -541,6 +541,11 @@ def _check_rewards(settings: GRPOSettings) -> None:
             )
     if not names and not settings.algorithm.teacher:
         raise ValueError("rewards is empty; expected at least one, such as [exact], or an agent")
+    if not names and settings.algorithm.dynamic_sampling:
+        raise ValueError(
+            "rewards is empty and algorithm.dynamic_sampling is true, which replaces all prompts "
+            "whose answers have equal rewards; set it to false"
+        )
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two rewards are called {min(twice)!r}; give each a name of its own")
     right = settings.evaluation.reward

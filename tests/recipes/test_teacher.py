@@ -67,6 +67,14 @@ def test_other_tokenizer_refused(student: Path, tmp_path: Path) -> None:
 def test_teacher_beside_the_trainer_without_rewards(student: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rewards is empty"):
         GRPO(str(student), ["1"], rewards=[], out=str(tmp_path))
+    with pytest.raises(ValueError, match="replaces all prompts whose answers have equal rewards"):
+        GRPO(
+            str(student),
+            ["1"],
+            rewards=[],
+            algorithm={"teacher": str(student), "preset": "dapo"},
+            out=str(tmp_path),
+        )
     algorithm = {"teacher": str(student)}
     recipe = GRPO(str(student), ["1"], rewards=[], algorithm=algorithm, out=str(tmp_path))
     assert [job.role for job in make_jobs(recipe.settings)] == ["train", "rollout", "teacher"]

@@ -153,6 +153,14 @@ async def test_trained_adapter(served: Served, tmp_path: Path) -> None:
     await served.engine.update_weights(WeightsOnDisk(str(tmp_path)), 14)
     served.model = merged[4]
     await require_the_trainers(served, "an adapter in files")
+    # The same version again, and then two others take its place in vLLM's memory.
+    await served.engine.update_weights(_sent(folders[0]), 14)
+    for name in ("other", "another"):
+        await served.engine.load_lora(name, folders[1])
+    served.model = merged[0]
+    await require_the_trainers(served, "an adapter read again from its folder")
+    for name in ("other", "another"):
+        await served.engine.unload_lora(name)
     await served.bring(base, 15)
     await require_the_trainers(served, "a whole model instead of an adapter")
 

@@ -38,6 +38,8 @@ _DIFFERENT: dict[str, tuple[Any, ...]] = {
     ),
 }
 """Entries of adapter_config.json, with the values by which W x + scale * B (A x) is all."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Beginnings of init_lora_weights by which PEFT also changes W, which is not in the folder."""
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +122,16 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
                 "Helmsman trains W x + scale * B (A x) only; merge this adapter into its base "
                 "model (merge_and_unload) and give the merged model",
             )
+    initial: Any = entries.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower().startswith(_CHANGES_BASE):
+        raise refused(
+            folder,
+            f"{CONFIG_FILE} has init_lora_weights: {json.dumps(initial)}",
+            "an adapter of the base model itself",
+            "This one belongs to a base that its initialisation has changed; save it again with "
+            "path_initial_model_for_weight_conversion, or merge it (merge_and_unload) and give the "
+            "merged model",
+        )
     if not os.path.isfile(os.path.join(folder, TENSOR_FILE)):
         raise refused(
             folder, f"it has no {TENSOR_FILE}", _EXPECTED, "Save it with save_pretrained again"
@@ -157,9 +169,17 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
             _EXPECTED,
             "Save it again",
         )
+    alpha: Any = entries.get("lora_alpha")
+    if not isinstance(alpha, int | float) or alpha <= 0:
+        raise refused(
+            folder,
+            f"{CONFIG_FILE} has lora_alpha: {json.dumps(alpha)}",
+            "a number above 0",
+            "Save it again",
+        )
     form = Adapter(
         rank=int(rank),
-        alpha=float(entries.get("lora_alpha") or 0),
+        alpha=float(alpha),
         layers=layers,
         has_root_scale=bool(entries.get("use_rslora")),
     )

@@ -20,6 +20,8 @@ from helmsman.api.suggestions import did_you_mean
 
 PARTS = ("lora_A", "lora_B")
 _ALL = "all-linear"
+_ALIKE = ("FalconLinear",)
+"""Subclasses of nn.Linear whose ``forward`` computes W x + b, too."""
 
 
 class AdapterSwitch:
@@ -62,6 +64,23 @@ def detach_all(model: nn.Module) -> None:
                 delattr(module, part)
 
 
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the layers that can have an adapter, by name.
+
+    A router that is a subclass of nn.Linear computes something else. The output layer's weight is
+    used without the layer's ``forward``, and is often the embedding's, too.
+    """
+    get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
+    left_out = (get_output(), getattr(model, "score", None))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and (type(module).forward is nn.Linear.forward or type(module).__name__ in _ALIKE)
+        and not any(module is each for each in left_out)
+    }
+
+
 def is_adapter(name: str) -> bool:
     """Return whether a parameter of this name in a model belongs to an adapter."""
     return name.endswith(tuple(f".{part}" for part in PARTS))
@@ -72,15 +91,19 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
 
     A list has whole names or their ends; a text is a regular expression of whole names, or
     ``all-linear``, every linear layer but the output layer.
+
+    Raises:
+        ValueError: Nothing is meant, or a target is no linear layer, or the output layer.
     """
-    get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
-    output = get_output()
-    score = getattr(model, "score", None)
-    linears = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
+    linears = linear_layers(model)
+    if not linears or not targets:
+        raise ValueError(
+            f"lora.targets is {targets!r}, and {type(model).__name__} has {len(linears)} linear "
+            "layers that can have an adapter (nn.Linear, but for the output layer); expected at "
+            "least one of them"
+        )
     if targets == _ALL:
-        return tuple(name for name, each in linears.items() if each not in (output, score))
+        return tuple(linears)
     if isinstance(targets, str):
         chosen = [name for name in linears if re.fullmatch(targets, name)]
         if not chosen:
@@ -93,7 +116,7 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
         if not any(_is_meant(name, target) for name in linears):
             raise ValueError(
                 f"lora.targets has {target!r}, but {type(model).__name__} has no linear layer of "
-                f"this name; {did_you_mean(target, _ends(linears))}"
+                f"this name besides the output layer; {did_you_mean(target, _ends(linears))}"
             )
     return tuple(name for name in linears if any(_is_meant(name, each) for each in targets))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from helmsman.engines._models.adapter_layers import (
     AdapterSwitch,
     attach,
     is_adapter,
+    linear_layers,
     targets_of,
 )
 from helmsman.engines._models.model import resolve_dtype, seeded
@@ -47,19 +47,20 @@ class Adapters:
         self._switch = AdapterSwitch(self.form.scale, config.dropout)
         self._values: dict[str, torch.Tensor] = {}
         model.requires_grad_(False)
+        linears = linear_layers(model)
         with seeded(seed):
             for name in self.form.layers:
-                self._add(model, name, resolve_dtype(config.dtype), given)
+                if (layer := linears.get(name)) is None:
+                    raise ValueError(
+                        f"the adapter has {name}, which is no linear layer of "
+                        f"{type(model).__name__} besides its output layer: it belongs to another "
+                        "model, or has to be merged into its base (merge_and_unload)"
+                    )
+                self._add(layer, name, resolve_dtype(config.dtype), given)
 
     def _add(
-        self, model: nn.Module, name: str, dtype: torch.dtype, given: Mapping[str, torch.Tensor]
+        self, layer: nn.Linear, name: str, dtype: torch.dtype, given: Mapping[str, torch.Tensor]
     ) -> None:
-        layer: Any = dict(model.named_modules()).get(name)
-        if not isinstance(layer, nn.Linear):
-            raise ValueError(
-                f"the adapter has {name}, which is no linear layer of {type(model).__name__}: it "
-                "belongs to another model"
-            )
         shapes = (self.form.rank, layer.in_features), (layer.out_features, self.form.rank)
         parts: dict[str, nn.Parameter] = {}
         for part, shape in zip(PARTS, shapes, strict=True):

@@ -62,6 +62,7 @@ class VLLMInstance:
         self._llm: Any = None
         self._children: list[Any] = []
         self._lora_numbers = itertools.count(1)
+        self._folder_numbers = itertools.count(1)
         self._one_change = asyncio.Lock()
         """Serializes changes of weights, adapters and sleep."""
         self._transfer = VLLMTransfer(config.model, config.bucket_bytes)
@@ -71,6 +72,8 @@ class VLLMInstance:
         self.state = WeightState.AWAKE
         self._adapters: dict[str, Any] = {}
         self._adapter = config.adapter
+        self._has_base = config.load_format != "dummy"
+        """Whether the weights below adapters are those of the folder or of an update."""
         self._trained: TrainedAdapter | None = None
         """The adapter of requests when no loaded one is chosen."""
         self._retired: list[TrainedAdapter] = []
@@ -290,8 +293,9 @@ class VLLMInstance:
             self.requests.hold()
             try:
                 await self._stop_decoding()
-                folder = os.path.join(self._folders.name, str(version))
-                shutil.rmtree(folder, ignore_errors=True)
+                # A version can come again, while requests use the folder that it had before.
+                name = f"{next(self._folder_numbers)}-version-{version}"
+                folder = os.path.join(self._folders.name, name)
                 if await self._transfer.carry(weights, self._on_all_ranks, folder):
                     await self._take_adapter(folder, version)
                     return version
@@ -303,6 +307,7 @@ class VLLMInstance:
                 raise
             else:
                 self._on(WeightEvent.UPDATED)
+                self._has_base = True
                 self.requests.version = version
                 self._num_updates += 1
             finally:
@@ -325,6 +330,12 @@ class VLLMInstance:
             )
         if not self.state.is_whole:
             raise base_is_gone()
+        if not self._has_base:
+            raise ValueError(
+                "a trained adapter arrived, but the base model's weights are random (load_format "
+                "'dummy'); load them from the folder (load_format 'auto'), or send the whole model "
+                "(WeightFormat.adapters False)"
+            )
         number = next(self._lora_numbers)
         adapter = LoRARequest(f"version {version}", number, folder)
         await self._add_adapter(adapter)

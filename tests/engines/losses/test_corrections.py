@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from helmsman import TrainController
+from helmsman.agents.samples import Sample
 from helmsman.api.corrections import Correction
 from helmsman.engines.losses.corrections import importance_weights
-from helmsman.recipes.batches import add_corrections, with_weights
-from helmsman.recipes.settings import Algorithm, Data, GRPOSettings
+from helmsman.recipes.batches import (
+    Answer,
+    Group,
+    add_corrections,
+    add_logprobs,
+    with_weights,
+)
+from helmsman.recipes.scorer import Scored
+from helmsman.recipes.settings import Algorithm, Data, GRPOSettings, Tracking
 
 ROLLOUT = [0.0, -1.0, -2.0, -0.5, -3.0, -0.1]
 TRAINER = [0.0, -0.2, -2.1, -2.5, -2.9, -0.1]
@@ -95,6 +105,56 @@ def test_samples_get_weights_and_statistics() -> None:
     assert "importance" not in weighted[0]
     assert weighted[0]["loss_weights"].tolist() == [0.0] * 6
     assert weighted[1]["loss_weights"].tolist() == [float(each) for each in MASK]
+
+
+class Trainer(TrainController):
+    """A policy that gives each sample the log-probabilities of TRAINER."""
+
+    def __init__(self) -> None:
+        """Start nothing."""
+
+    def forward(
+        self, samples: Sequence[Mapping[str, Any]], timeout: float | None = None
+    ) -> list[Any]:
+        return [torch.tensor(TRAINER)] * len(samples)
+
+    def get_version(self) -> int:
+        return 0
+
+
+def answered(logprobs: list[float]) -> Sample:
+    return Sample(
+        input_ids=[1] * 6,
+        loss_mask=MASK,
+        logprobs=logprobs,
+        versions=[-1] * 6,
+        turn_ends=[6],
+        turn_rewards=[0.0],
+        reward=0.0,
+        session_id="",
+    )
+
+
+def test_outlier_without_mode() -> None:
+    """The outlier mask stands beside any mode; with 'none' the log-probabilities stay."""
+    samples: list[dict[str, Any]] = [
+        {"input_ids": [1] * 6, "loss_mask": MASK, "logprobs": each, "advantages": 1.0}
+        for each in (ROLLOUT, TRAINER)
+    ]
+    settings = GRPOSettings(
+        model="m",
+        data=Data(train="rows"),
+        algorithm=Algorithm(old_logprobs="rollout"),
+        correction=Correction(outlier=3.0),
+        tracking=Tracking(logprob_diff=False),
+    )
+    drawn: Any = None
+    answers = [Answer([answered(each)], Scored({}, 0.0), 0.0) for each in (ROLLOUT, TRAINER)]
+    found = add_logprobs(samples, [Group(drawn, answers)], Trainer(), settings)
+    assert found["correction/left_out"] == 0.5
+    assert samples[0]["importance"].tolist() == [0.0] * 6
+    assert samples[1]["importance"].tolist() == [float(each) for each in MASK]
+    assert samples[0]["logprobs"] == ROLLOUT
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 from helmsman.api.weights import MemoryTarget, WeightFormat, WeightsInMemory
-from helmsman.engines._models.adapter_files import read_adapter
+from helmsman.engines._models.adapter_files import PREFIX, read_adapter
+from helmsman.engines._models.adapter_layers import targets_of
 from helmsman.engines._models.checkpoint_files import is_checkpoint
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.train import FSDPTrainEngine
@@ -22,7 +23,7 @@ from helmsman.engines.weight_transfer import incoming
 from helmsman.engines.weights import apply_weights
 from tests.engines.conftest import Make
 from tests.engines.ranks import run_ranks
-from tests.engines.small_models import LLAMA, QWEN2
+from tests.engines.small_models import GPT2, LLAMA, QWEN2, VOCAB
 from tests.engines.train.layouts import (
     BOTH,
     SAMPLES,
@@ -214,8 +215,25 @@ def test_targets_by_name_and_expression(make: Make) -> None:
         layers(["q_porj"])
     with pytest.raises(ValueError, match="matches no linear layer of LlamaForCausalLM"):
         layers("transformer.*")
+    with pytest.raises(ValueError, match="lora.targets has 'lm_head'.*besides the output layer"):
+        layers(["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has 0 linear layers that can have"):
+        make(model=GPT2, lora=LORA)
     with pytest.raises(ValueError, match="a frozen engine trains no adapters"):
         make(model=LLAMA, lora=LORA, frozen=True)
+
+
+def test_subclasses_with_own_forward_left_out() -> None:
+    """Routers of mixtures of experts inherit from nn.Linear and return several tensors."""
+
+    class Router(torch.nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> Any:
+            return super().forward(hidden), hidden
+
+    model = torch.nn.ModuleDict({"gate": Router(4, 2), "up_proj": torch.nn.Linear(4, 4)})
+    assert targets_of(model, "all-linear") == ("up_proj",)
+    with pytest.raises(ValueError, match="lora.targets has 'gate'"):
+        targets_of(model, ["gate"])
 
 
 @pytest.mark.parametrize(
@@ -225,9 +243,11 @@ def test_targets_by_name_and_expression(make: Make) -> None:
         ({"modules_to_save": ["lm_head"]}, r'has modules_to_save: \["lm_head"\]'),
         ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
         ({"peft_type": "IA3"}, 'has peft_type: "IA3"'),
+        ({"init_lora_weights": "pissa_niter_4"}, 'has init_lora_weights: "pissa_niter_4"'),
+        ({"lora_alpha": None}, "has lora_alpha: null, expected a number above 0"),
         ({"r": 5}, r"r is 5, but the matrices have \[3\]"),
     ],
-    ids=["dora", "saved", "pattern", "ia3", "rank"],
+    ids=["dora", "saved", "pattern", "ia3", "changed-base", "alpha", "rank"],
 )
 def test_read_other_adapters_refused(
     make: Make, tmp_path: Path, change: dict[str, Any], message: str
@@ -253,6 +273,14 @@ def test_read_incomplete_adapters_refused(make: Make, tmp_path: Path) -> None:
         save_file(changed, folder / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=message):
             make(model=LLAMA, lora={"path": str(folder)})
+    part = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_"
+    head = {
+        f"{PREFIX}lm_head.lora_A.weight": tensors[f"{part}A.weight"].clone(),
+        f"{PREFIX}lm_head.lora_B.weight": torch.zeros(VOCAB, 3),
+    }
+    save_file({**tensors, **head}, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="has lm_head, which is no linear layer of .* besides its"):
+        make(model=LLAMA, lora={"path": str(folder)})
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="it belongs to another model"):
         make(model={**LLAMA, "hidden_size": 64}, lora={"path": str(folder)})
