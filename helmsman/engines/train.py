@@ -262,7 +262,9 @@ class FSDPTrainEngine(TrainEngine):
             reshard(model)
 
     def forward_base(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Like ``forward``, by the base model without its adapters: the initial policy.
+        """Like ``forward``, by the base model without its adapters.
+
+        This is the initial policy, but for a run that starts from an adapter (``LoRA.path``).
 
         Raises:
             RuntimeError: The engine trains no adapters; and as ``forward``.

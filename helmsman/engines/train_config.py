@@ -43,6 +43,19 @@ class LoRA(
     path: str = ""
     """PEFT folder to start from, instead of rank, alpha and targets; empty for a new adapter."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for fields that the folder of ``path`` decides."""
+        given = [name for name in ("rank", "alpha", "targets") if self.path and self._is_set(name)]
+        if given:
+            raise ValueError(
+                f"path and {', '.join(given)} are both given; the adapter in {self.path} has its "
+                f"own {', '.join(given)}"
+            )
+
+    def _is_set(self, name: str) -> bool:
+        fields = {each.name: each.default for each in msgspec.structs.fields(type(self))}
+        return bool(getattr(self, name) != fields[name])
+
 
 class TrainConfig(
     msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True

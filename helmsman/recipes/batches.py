@@ -141,14 +141,23 @@ def with_weights(samples: Sequence[dict[str, Any]], settings: GRPOSettings) -> l
     """Add ``loss_weights`` for the mean over tokens to the samples of one optimizer step."""
     aggregation = settings.algorithm.aggregation
     assert aggregation is not None
+    samples = [_without_rejected(sample, settings.correction) for sample in samples]
     counts = [sum(sample["loss_mask"]) for sample in samples]
     weights = sequence_weights(counts, aggregation, max_tokens=settings.rollout.max_new_tokens)
-    weighted = []
-    for sample, weight in zip(samples, weights, strict=True):
-        columns = dict(sample)
-        importance = columns.pop("importance", 1.0)
-        weighted.append({**columns, "loss_weights": weight * importance})
-    return weighted
+    return [
+        {**sample, "loss_weights": weight} for sample, weight in zip(samples, weights, strict=True)
+    ]
+
+
+def _without_rejected(sample: dict[str, Any], correction: Correction) -> dict[str, Any]:
+    """Take rejected tokens, and an answer that is left out, out of the mask, and so of the mean."""
+    if "importance" not in sample:
+        return sample
+    importance = sample["importance"].tolist()
+    if correction.mode != "reject" and any(importance):
+        return sample
+    kept = [int(each and bool(w)) for each, w in zip(sample["loss_mask"], importance, strict=True)]
+    return {**sample, "loss_mask": kept}
 
 
 def loss_arguments(algorithm: Algorithm) -> dict[str, Any]:

@@ -25,7 +25,13 @@ from helmsman.api.plain import plain
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.train_config import LOSS_NAMES, TrainConfig
 from helmsman.recipes.roles import ENGINES
-from helmsman.recipes.settings import AGENT_REWARD, GRPOSettings, RunSettings, name_of
+from helmsman.recipes.settings import (
+    AGENT_REWARD,
+    DPOSettings,
+    GRPOSettings,
+    RunSettings,
+    name_of,
+)
 from helmsman.recipes.sizes import CHOSEN, SizeChoice, choose
 
 S = TypeVar("S", bound=RunSettings)
@@ -53,6 +59,8 @@ _OF_ALL = {"clip_low": 0.2, "clip_high": 0.2, "overlong_filter": False, "dynamic
 """Entries of all presets that do not have others."""
 _GIVEN_ELSEWHERE = {"model": "model", "lr": "train.lr", "seed": "seed"}
 """Fields of the trainer's engine that are set by other settings of the run."""
+_CORRECTED = ("grpo", "ppo", "gspo", "cispo")
+"""Losses that read the column ``importance``."""
 _BOUNDS = {">=": "{:g} or more", ">": "more than {:g}", "<=": "at most {:g}"}
 """Words for the signs in messages of msgspec."""
 
@@ -452,6 +460,15 @@ def _check_train(settings: RunSettings) -> None:
         msgspec.convert(entries, TrainConfig)
     except msgspec.ValidationError as error:
         raise ValueError(_told(error, TrainConfig, entries, "train.engine")) from error
+    has_reference = isinstance(settings, DPOSettings) or (
+        isinstance(settings, GRPOSettings) and settings.algorithm.kl_coef
+    )
+    if (settings.train.lora or {}).get("path") and has_reference:
+        raise ValueError(
+            "train.engine.lora.path is given, and the reference of adapters is the base model "
+            "without them, not the policy that the run starts from. Merge the adapter into its "
+            "base (merge_and_unload), give that as model, and train a new adapter"
+        )
     name = "prompts_per_step" if isinstance(settings, GRPOSettings) else "batch_size"
     if (size := getattr(settings, name, 0)) % settings.train.minibatches:
         raise ValueError(
@@ -565,15 +582,15 @@ def _check_rest(settings: GRPOSettings) -> None:
             f"algorithm.loss is {algorithm.loss!r}; expected {', '.join(LOSS_NAMES)}, or a "
             "function's import path"
         )
-    if settings.correction.mode != "none":
-        if algorithm.loss == "decoupled_ppo":
+    if settings.correction.mode != "none" or settings.correction.outlier is not None:
+        if algorithm.loss not in _CORRECTED:
             raise ValueError(
-                "correction.mode is given, and algorithm.loss 'decoupled_ppo' corrects by itself; "
-                "expected one of them"
+                f"correction is given, and algorithm.loss is {algorithm.loss!r}; expected "
+                f"{', '.join(_CORRECTED)}, which weigh their tokens by it"
             )
         if algorithm.old_logprobs == "both":
             raise ValueError(
-                "correction.mode is given, and the loss is relative to the trainer's "
+                "correction is given, and the loss is relative to the trainer's "
                 "log-probabilities then; expected algorithm.old_logprobs 'rollout' or 'trainer'"
             )
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):

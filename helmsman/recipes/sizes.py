@@ -258,7 +258,9 @@ def _tokens(
     settings: RunSettings, shape: ModelShape, memory: float, source: str, width: int
 ) -> tuple[str, Any, str]:
     """Derive tokens per micro-batch: memory left by the state, over activations per token."""
-    is_frozen = settings.train.lora is not None  # but for its adapters, which are small
+    # But for the adapters, which are small; a critic is trained as a whole.
+    has_critic = isinstance(settings, GRPOSettings) and settings.algorithm.preset == "ppo"
+    is_frozen = settings.train.lora is not None and not has_critic
     per_parameter = width if is_frozen else _STATE_BYTES
     state = per_parameter * shape.num_parameters / settings.cluster.train_workers
     kept = 2 * shape.hidden_size

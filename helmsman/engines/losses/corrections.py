@@ -36,7 +36,7 @@ def importance_weights(
         ``left_out``, 1 if the answer has an outlier.
     """
     mask = mask.bool()
-    log_ratio = (trainer.float() - rollout.float()).where(mask, 0.0)
+    log_ratio = (trainer.float() - rollout.float()).nan_to_num(nan=0.0).where(mask, 0.0)
     ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     level = log_ratio
     if correction.level != "token":

@@ -4,7 +4,8 @@ Advantages come from groups (GRPO) or a critic (PPO). All losses read ``advantag
 ``logprobs`` (of the policy that generated the tokens) and take the same regularizers. Sums are over
 tokens, which is DAPO's normalisation (arXiv:2503.14476, eq. 8). For the mean per sequence of GRPO
 and GSPO, and the constant of Dr. GRPO, pass ``loss_weights``, which
-``helmsman.api.advantages.sequence_weights`` computes for a whole batch.
+``helmsman.api.advantages.sequence_weights`` computes for a whole batch. A column ``importance``
+(B, T) multiplies the loss of each token, but not its regularizers.
 """
 
 from __future__ import annotations
@@ -296,8 +297,10 @@ def _regularized(
     kl_estimator: KlEstimator,
     entropy_coef: float,
 ) -> LossResult:
-    """Add the KL and entropy terms to a policy's loss (B, T), and sum over tokens."""
+    """Weigh a policy's loss (B, T) by ``importance``, add the KL and entropy terms, and sum."""
     mask = batch["loss_mask"]
+    if "importance" in batch:  # constants: helmsman.engines.losses.corrections
+        objective = objective * masked(batch["importance"], mask)
     if kl_coef:
         ref_kl = kl_estimate(
             masked(logprobs, mask) - masked(batch["ref_logprobs"], mask), kl_estimator

@@ -13,6 +13,7 @@ from helmsman import TrainController
 from helmsman.agents.samples import Sample
 from helmsman.api.corrections import Correction
 from helmsman.engines.losses.corrections import importance_weights
+from helmsman.engines.losses.policy import grpo_loss
 from helmsman.recipes.batches import (
     Answer,
     Group,
@@ -102,9 +103,29 @@ def test_samples_get_weights_and_statistics() -> None:
         model="m", data=Data(train="rows"), algorithm=Algorithm(aggregation="token")
     )
     weighted = with_weights(samples, settings)
-    assert "importance" not in weighted[0]
-    assert weighted[0]["loss_weights"].tolist() == [0.0] * 6
-    assert weighted[1]["loss_weights"].tolist() == [float(each) for each in MASK]
+    # an answer that is left out does not count in the mean over tokens
+    assert [each["loss_mask"] for each in weighted] == [[0] * 6, MASK]
+    assert weighted[1]["loss_weights"] == pytest.approx(1.0)
+
+
+def test_losses_weigh_tokens_and_not_regularizers() -> None:
+    mask = torch.tensor([MASK]).bool()
+    batch = {
+        "loss_mask": mask,
+        "logprobs": torch.tensor([ROLLOUT]),
+        "ref_logprobs": torch.tensor([ROLLOUT]),
+        "advantages": torch.ones(1),
+    }
+    now = torch.tensor([TRAINER])
+    importance = torch.tensor([[9.0, 2.0, 0.0, 1.0, 9.0, 0.5]])
+    plain, _ = grpo_loss(now, batch, kl_coef=0.0)
+    regularized, stats = grpo_loss(now, batch, kl_coef=0.5)
+    weighted, _ = grpo_loss(now, {**batch, "importance": importance}, kl_coef=0.5)
+    ratio = (now - batch["logprobs"]).exp()
+    objective = -torch.minimum(ratio, ratio.clamp(0.8, 1.2))
+    expected = (objective * importance)[mask].sum() + 0.5 * stats["ref_kl"]
+    torch.testing.assert_close(weighted, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(regularized, plain + 0.5 * stats["ref_kl"], atol=1e-6, rtol=1e-6)
 
 
 class Trainer(TrainController):

@@ -6,10 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from helmsman.api.corrections import Correction
+from helmsman.engines.train_config import LoRA
+from helmsman.recipes.config import resolve
 from helmsman.recipes.roles import engine_arguments, make_jobs, sends_adapters
-from helmsman.recipes.settings import Algorithm, Data, GRPOSettings, Rollout, Sync, Train
+from helmsman.recipes.settings import (
+    Algorithm,
+    Data,
+    GRPOSettings,
+    Reward,
+    Rollout,
+    Sync,
+    Train,
+)
+
+REWARD = Reward(use="exact")
 
 
 def settings_of(engine: str = "vllm", way: Any = "auto", **lora: Any) -> GRPOSettings:
@@ -20,6 +34,7 @@ def settings_of(engine: str = "vllm", way: Any = "auto", **lora: Any) -> GRPOSet
         rollout=Rollout(engine=engine, staleness=1.5),
         sync=Sync(lora=way),
         algorithm=Algorithm(kl_coef=0.1),
+        rewards=(REWARD,),
     )
 
 
@@ -48,3 +63,24 @@ def test_vllm_gets_rank_and_number(tmp_path: Path) -> None:
 
 def test_no_second_model_for_a_reference() -> None:
     assert [job.role for job in make_jobs(settings_of(rank=4))] == ["train", "rollout"]
+
+
+def test_reference_of_a_given_adapter_refused() -> None:
+    """Its base model is not the policy that the run starts from."""
+    with pytest.raises(ValueError, match="the reference of adapters is the base model"):
+        resolve(settings_of(path="adapter"))
+
+
+@pytest.mark.parametrize("correction", [Correction(mode="mask"), Correction(outlier=9.0)])
+def test_correction_with_a_loss_that_ignores_it_refused(correction: Correction) -> None:
+    algorithm = Algorithm(loss="decoupled_ppo")
+    settings = msgspec.structs.replace(
+        settings_of(rank=4), algorithm=algorithm, correction=correction
+    )
+    with pytest.raises(ValueError, match="correction is given, and algorithm.loss is 'decoupled"):
+        resolve(settings)
+
+
+def test_fields_beside_a_folder_refused() -> None:
+    with pytest.raises(ValueError, match="path and rank, targets are both given"):
+        LoRA(path="adapter", rank=4, targets=("q_proj",))
