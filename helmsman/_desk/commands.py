@@ -241,7 +241,9 @@ def _stop(options: argparse.Namespace) -> int:
     signals = (signal.SIGINT, options.timeout), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)
     for number, limit_s in signals:
         signal.pidfd_send_signal(process, number)
-        if select.select([process], [], [], limit_s)[0]:
+        ended = select.poll()  # select.select takes no descriptor above 1023
+        ended.register(process, select.POLLIN)
+        if ended.poll(limit_s * 1000):
             print(f"run {run.run_id} has ended after {number.name}")
             return OK
     print(f"run {run.run_id}: its process {run.record.pid} does not end", file=sys.stderr)

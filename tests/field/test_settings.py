@@ -15,9 +15,9 @@ FOLDER = Path(helmsman.recipes.__file__).parent
 
 
 def names_read() -> set[str]:
-    """Return the attributes that the recipes read, without those of the settings' own module."""
+    """Return the attributes that recipes and losses read, but for the settings' own module."""
     found = set[str]()
-    for path in FOLDER.rglob("*.py"):
+    for path in (*FOLDER.rglob("*.py"), *(FOLDER.parent / "engines" / "losses").rglob("*.py")):
         if path == Path(settings.__file__):
             continue
         for node in ast.walk(ast.parse(path.read_text())):

@@ -326,8 +326,8 @@ async def _cancel_push(world: World, sync: WeightSync) -> None:
             lambda: world.scheduler.call_engine(first, "get_version") == version,
             "the first instance is updated",
         )
-        # Its reply has arrived; the tasks that await it are done a few turns of the loop later.
-        for _ in range(8):
+        # Its reply follows at once; the tasks that await it are done a few turns of the loop later.
+        for _ in range(500):
             await world.rollout.async_stats()
         pushing.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -74,6 +74,10 @@ JUDGED = [
 HELD = [*JUDGED, "--evaluation.samples", "4"]
 PPO = ["--algorithm.preset", "ppo"]
 LONG = ["--algorithm.overlong_buffer", "3"]
+ROUNDED = ["--sync.dtype", "bfloat16"]
+"""The rollout's probabilities then differ from the trainer's."""
+CUT = [*ROUNDED, "--correction.mode", "mask"]
+ADAPTERS = ["--train.engine", '{"lora": {"rank": 1}, "max_tokens_per_micro_batch": 999}']
 
 CHANGES: dict[str, tuple[str, list[str]]] = {
     # the changed value, and other settings without which it has no meaning
@@ -152,12 +156,20 @@ CHANGES: dict[str, tuple[str, list[str]]] = {
     "algorithm.kl_coef": ("0.5", []),
     "algorithm.old_logprobs": ("both", ["--algorithm.loss", "decoupled_ppo"]),
     "algorithm.loss": ("gspo", ["--train.minibatches", "2"]),
+    "algorithm.teacher": ("DATA/model", []),
+    "algorithm.teacher_coef": ("30", ["--algorithm.teacher", "DATA/model"]),
+    "correction.mode": ("truncate", []),
+    "correction.level": ("sequence", [*ROUNDED, "--correction.mode", "truncate"]),
+    "correction.low": ("1.0", CUT),
+    "correction.high": ("1.0", CUT),
+    "correction.outlier": ("1.00001", ROUNDED),
     "algorithm.loss_args": ('{"entropy_coef": 1.0}', []),
     "critic.lr": ("0.1", PPO),
     "critic.gamma": ("0.5", PPO),
     "critic.lam": ("0.1", PPO),
     "critic.clip": ("0.000001", [*PPO, "--train.minibatches", "2", "--critic.lr", "0.1"]),
     "sync.dtype": ("bfloat16", []),
+    "sync.lora": ("merged", ADAPTERS),
     "check.weights": ("true", []),
     "check.prompts": ("1", ["--check.weights", "true"]),
     "check.max_new_tokens": ("2", ["--check.weights", "true"]),
