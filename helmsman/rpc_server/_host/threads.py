@@ -15,11 +15,12 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from helmsman._base.loops import LAST_TASKS_S, start_loop
+from helmsman._base.readiness import Bell
 from helmsman._process.recorder import CallLog
 from helmsman._wire.remote_errors import OWN_PACKAGES
 
@@ -82,6 +83,22 @@ class _Waiting:
             self._on_withdrawal.clear()
 
 
+class RequestSource(Protocol):
+    """Requests of a connection, which an idle engine thread reads itself."""
+
+    bell: Bell
+    """Ends ``submit_next``."""
+
+    def claim(self) -> bool:
+        """Keep other threads from reading; False if one does, or if the connection has ended."""
+
+    def submit_next(self, limit_s: float | None) -> None:
+        """Wait until requests arrive, the bell rings or the limit passes; submit the requests."""
+
+    def release(self) -> None:
+        """Let other threads read again."""
+
+
 class EngineThread:
     """Runs work in the order of submission, always on the same thread.
 
@@ -101,6 +118,9 @@ class EngineThread:
         self.occupant: Running | None = None
         """The running call."""
         self.thread: threading.Thread | None = None
+        self._requests: RequestSource | None = None
+        self._bell: Bell | None = None
+        """Set while the thread reads; rung for work that others submit."""
 
     def start(self, name: str) -> None:
         threading.Thread(target=self.run, name=name, daemon=True).start()
@@ -130,13 +150,37 @@ class EngineThread:
         The wait of the main thread is cut into parts: a signal that arrives just before it, or at
         another thread, does not interrupt it, and would be handled at the next call only.
         """
-        if self.thread is not threading.main_thread():
-            return self._queue.get()
-        while True:
+        limit_s = _SIGNALS_EVERY_S if self.thread is threading.main_thread() else None
+        while self._queue.empty():
+            requests = self._requests
+            if requests is not None and requests.claim():
+                self._read(requests, limit_s)
+                continue
             try:
-                return self._queue.get(timeout=_SIGNALS_EVERY_S)
+                return self._queue.get(timeout=limit_s)
             except queue.Empty:
                 continue
+        return self._queue.get()
+
+    def read_from(self, requests: RequestSource) -> None:
+        """Let the thread read these requests while it is idle, so that a call wakes no other."""
+        self._requests = requests
+        self._queue.put((None, "", lambda: None))  # wakes it; there is no call of this id
+        self._wake()
+
+    def _read(self, requests: RequestSource, limit_s: float | None) -> None:
+        self._bell = requests.bell  # before the look at the queue, which ``_wake`` follows
+        try:
+            if self._queue.empty():
+                requests.submit_next(limit_s)
+        finally:
+            self._bell = None
+            requests.release()
+
+    def _wake(self) -> None:
+        bell = self._bell
+        if bell is not None and threading.current_thread() is not self.thread:
+            bell.ring()
 
     def submit(
         self,
@@ -156,9 +200,11 @@ class EngineThread:
         with self.waiting.lock:
             self.waiting.add(request_id, withdrawn)
             self._queue.put((request_id, name, work))
+        self._wake()
 
     def stop(self) -> None:
         self._queue.put(None)
+        self._wake()
 
 
 class EngineLoop:

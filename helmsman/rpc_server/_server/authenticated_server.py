@@ -28,7 +28,7 @@ _READ_BYTES = 1 << 16
 
 
 class _Tls:
-    """Blocking reads and writes of a TLS socket by two threads at a time.
+    """Reads and blocking writes of a TLS socket by two threads at a time.
 
     OpenSSL does not allow two threads in one connection. The socket stays non-blocking, and a lock
     guards each operation. No thread holds the lock while it waits for the peer.
@@ -37,18 +37,12 @@ class _Tls:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._socket = sock
         self._lock = threading.Lock()
-        self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(sock, select.POLLIN)
+        self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
 
-    def recv(self, size: int) -> bytes:
-        while True:
-            with self._lock:
-                has_more = self._socket.pending() > 0
-            if not has_more:  # a read would raise now, which is slow
-                self._readable.poll()
-            with self._lock, contextlib.suppress(*WOULD_BLOCK):
-                return self._socket.recv(size)
+    def recv(self, size: int, _: int) -> bytes:
+        with self._lock:
+            return self._socket.recv(size)
 
     def sendall(self, data: bytes) -> None:
         unsent = memoryview(data)
@@ -60,7 +54,7 @@ class _Tls:
 
 
 class Connection:
-    """Whole messages over an authenticated socket, for one reading and many writing threads."""
+    """Whole messages over an authenticated socket; one thread reads at a time, and many write."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -68,16 +62,32 @@ class Connection:
         self._messages: collections.deque[bytes] = collections.deque()
         self._sending = threading.Lock()
         self._tls = _Tls(sock) if isinstance(sock, ssl.SSLSocket) else None
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
         if self._tls is None:
             sock.setblocking(True)
 
     def receive(self) -> bytes:
         while not self._messages:
-            data = (self._tls or self._socket).recv(_READ_BYTES)
-            if not data:
-                raise EOFError
-            self._messages.extend(self._reader.feed(data))
+            self._messages.extend(self.receive_now())
+            if not self._messages:
+                self._readable.poll()
         return self._messages.popleft()
+
+    def receive_now(self) -> list[bytes]:
+        """Return the messages that have arrived, without a wait. Raises EOFError at the end."""
+        messages = list(self._messages)
+        self._messages.clear()
+        try:
+            data = (self._tls or self._socket).recv(_READ_BYTES, socket.MSG_DONTWAIT)
+        except WOULD_BLOCK:
+            return messages
+        if not data:
+            raise EOFError
+        return messages + self._reader.feed(data)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
         self.send_framed(pack_length(len(message)) + message)

@@ -6,10 +6,12 @@ session (wire.py), so that each request and each reply arrives exactly once.
 
 from __future__ import annotations
 
+import collections
 import errno
 import functools
 import random
 import secrets
+import select
 import socket
 import sys
 import threading
@@ -18,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from helmsman._base.readiness import Bell
 from helmsman._process.ports import RANGE_VARIABLE
 from helmsman._wire.codec import Payload, encode
 from helmsman._wire.door import BACKLOG
@@ -38,10 +41,14 @@ from helmsman._wire.wire import (
 )
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._host.host import ReplyFn
+from helmsman.rpc_server._host.threads import EngineThread
 from helmsman.rpc_server._server.authenticated_server import AuthenticatedServer, Connection
 
 CHANNEL_BYTES = 1 << 20
 """Between machines, payloads below this size use the channel; larger ones are sent beside it."""
+
+_CLAIM_S = 0.05
+"""Longest wait of an idle engine thread for another one to have read."""
 
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions of decoding a request."""
@@ -137,7 +144,7 @@ class _Peer:
     def __init__(self) -> None:
         self.session = Session()
         self.receiving = threading.Lock()
-        """Held while a message is taken, so that messages are not taken from two connections."""
+        """Held while messages are taken, and while an idle engine thread waits for them."""
         self._sending = threading.Lock()
         self._claiming = threading.Lock()
         self._attempt = -1
@@ -193,6 +200,107 @@ class _Peer:
             self._connection.abort()
 
 
+class _Requests:
+    """Requests of one connection. Its own thread reads them, or an idle engine thread.
+
+    An engine thread that reads excludes the other one without waking it: the connection stays
+    registered at its epoll object, but for no event.
+
+    Args:
+        peer: The controller.
+        connection: Its current connection.
+        take: Takes a message; returns its arrival, None for a mere confirmation.
+        reply: Sends replies.
+    """
+
+    def __init__(
+        self,
+        peer: _Peer,
+        connection: Connection,
+        take: Callable[[_Peer, bytes], _Arrival | None],
+        reply: ReplyFn,
+    ) -> None:
+        self._peer, self._connection, self._take, self._reply = peer, connection, take, reply
+        self._has_ended = False
+        self._failure: Exception | None = None
+        """Why an engine thread could not read."""
+        self._control = collections.deque[Callable[[], None]]()
+        """Answers to control verbs, for the connection's own thread."""
+        self.bell, self._own_bell = Bell(), Bell()
+        """Those of an engine thread that reads, and of the connection's own thread."""
+        self._epoll = select.epoll()
+        self._epoll.register(connection, select.EPOLLIN)
+        self._epoll.register(self._own_bell, select.EPOLLIN)
+
+    def serve(self) -> None:
+        """Serve the connection on its own thread until another one replaces it.
+
+        Raises:
+            EOFError: The connection has ended.
+            OSError: It has failed.
+            ProtocolError: The peer broke the protocol.
+        """
+        try:
+            with self._peer.receiving:
+                self._read()  # also what arrived behind the first message
+            while self._peer.uses(self._connection):
+                self._answer()
+                if self._failure is not None:
+                    raise self._failure
+                for descriptor, _ in self._epoll.poll():
+                    if descriptor == self._own_bell.fileno():
+                        self._own_bell.silence()
+                    else:
+                        with self._peer.receiving:
+                            self._read()
+        finally:
+            self._has_ended = True
+            self.bell.ring()  # an engine thread may wait
+            with self._peer.receiving:
+                self._epoll.close()
+            self._answer()  # the other connection does not deliver what was taken from this one
+
+    def _answer(self) -> None:
+        while self._control:
+            self._control.popleft()()
+
+    def _read(self) -> None:
+        """Begin the requests that have arrived; ``receiving`` is held."""
+        if not self._peer.uses(self._connection):
+            return  # the other connection delivers the messages again
+        for message in self._connection.receive_now():
+            arrival = self._take(self._peer, message)
+            if arrival is not None:
+                if arrival.in_order:
+                    arrival.answer(self._reply)
+                else:
+                    self._control.append(functools.partial(arrival.answer, self._reply))
+
+    # --- for an engine thread ---------------------------------------------------------------------
+
+    def claim(self) -> bool:
+        if not self._peer.receiving.acquire(timeout=_CLAIM_S):
+            return False
+        if self._has_ended or not self._peer.uses(self._connection):
+            self._peer.receiving.release()
+            return False
+        self._epoll.modify(self._connection, 0)
+        return True
+
+    def submit_next(self, limit_s: float | None) -> None:
+        try:
+            if self.bell.wait_with(self._connection, limit_s):
+                self._read()
+        except Exception as error:  # noqa: BLE001 - raised where the connection is served
+            self._has_ended, self._failure = True, error
+        if self._control or self._failure is not None:
+            self._own_bell.ring()
+
+    def release(self) -> None:
+        self._epoll.modify(self._connection, select.EPOLLIN)
+        self._peer.receiving.release()
+
+
 class ChannelServer(AuthenticatedServer):
     """Serves the channel of one worker.
 
@@ -204,6 +312,7 @@ class ChannelServer(AuthenticatedServer):
             shared memory and not the socket.
         tls: The listener's TLS; None for plain connections.
         side_path: Transfers payloads that the channel cannot carry.
+        engine_thread: Reads the requests itself while it is idle; None if there is none.
     """
 
     def __init__(
@@ -215,9 +324,11 @@ class ChannelServer(AuthenticatedServer):
         shares_memory: bool,
         tls: ServerTls | None = None,
         side_path: PayloadStore | None = None,
+        engine_thread: EngineThread | None = None,
     ) -> None:
         super().__init__(listener, key, tls)
         self._host = host
+        self._engine_thread = engine_thread
         self._shares_memory = shares_memory
         self._side_path = side_path
         self._peers: dict[bytes, _Peer] = {}
@@ -239,8 +350,11 @@ class ChannelServer(AuthenticatedServer):
                 connection.send(WELCOME.pack(-1))
                 return
             peer.replace(connection, attempt, num_received)
-            while self._serve_request(peer, connection):
-                pass
+            reply = functools.partial(self._reply, peer)
+            requests = _Requests(peer, connection, self._take, reply)
+            if self._engine_thread is not None:
+                self._engine_thread.read_from(requests)
+            requests.serve()
         except (EOFError, OSError):
             return
         except ProtocolError as error:
@@ -250,25 +364,15 @@ class ChannelServer(AuthenticatedServer):
                 f"helmsman: closed a connection that broke the protocol: {error}", file=sys.stderr
             )
 
-    def _serve_request(self, peer: _Peer, connection: Connection) -> bool:
-        """Serve the next message; False if another connection has replaced this one."""
-        message = connection.receive()
-        reply = functools.partial(self._reply, peer)
-        with peer.receiving:
-            if not peer.uses(connection):
-                return False  # the other connection delivers the message again
-            body = peer.session.take(message)
-            if not body:
-                return True
-            arrival = self._decoded(body)
-            is_due = peer.session.taken(len(body), arrival.wire)
-            if arrival.in_order:
-                arrival.answer(reply)
-        if is_due:
+    def _take(self, peer: _Peer, message: bytes) -> _Arrival | None:
+        """Take a message; its sender may then forget it. Returns None for a mere confirmation."""
+        body = peer.session.take(message)
+        if not body:
+            return None
+        arrival = self._decoded(body)
+        if peer.session.taken(len(body), arrival.wire):
             peer.confirm()
-        if not arrival.in_order:
-            arrival.answer(reply)
-        return True
+        return arrival
 
     def _decoded(self, body: memoryview) -> _Arrival:
         """Decode a request and map its payload.
@@ -288,7 +392,7 @@ class ChannelServer(AuthenticatedServer):
         try:
             payload = self._beside(request.id) if wire is None else from_wire(wire)
         # No descriptor or memory is left, or unpickling failed: only this request is lost.
-        except Exception as error:  # noqa: BLE001
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             answer = _refusal(
                 request.id, f"its arguments could not be taken: {type(error).__name__}: {error}"
             )

@@ -276,7 +276,9 @@ def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) 
     )
     host.on_shutdown = host.engine_thread.stop
     _take_notice(host)
-    server = ChannelServer(listener, key, host, shares_memory=True)
+    server = ChannelServer(
+        listener, key, host, shares_memory=True, engine_thread=host.engine_thread
+    )
     server.start()
     host.engine_thread.run()
     server.close()

@@ -275,6 +275,7 @@ class RayRPCServer:
             shares_memory=shares_memory,
             tls=certificate,
             side_path=self._side_path,
+            engine_thread=self._host.engine_thread,
         )
         name = listener.getsockname()
         self._channel.start()
