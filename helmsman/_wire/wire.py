@@ -30,7 +30,7 @@ from __future__ import annotations
 import collections
 import pickle
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -279,7 +279,17 @@ WELCOME = struct.Struct("!q")
 
 _COUNTED = struct.Struct("!iq")
 _COUNT = struct.Struct("!q")
-_CONFIRM_EACH = 64
+_CONFIRM_EACH, _CONFIRM_BYTES = 64, 4 << 20
+"""Limits of the messages, and of their bytes, that only the next message confirms."""
+
+
+class _Kept(NamedTuple):
+    """A message that the other end has not confirmed."""
+
+    up_to: tuple[int, int]
+    """Number of messages up to this one, and their bytes."""
+    body: bytes
+    segment: ShmSegment | None
 
 
 class Session:
@@ -291,17 +301,28 @@ class Session:
 
     def __init__(self) -> None:
         self.num_received = 0
-        self._num_told = 0
-        """Number of messages whose receipt the last write confirmed."""
-        self._num_confirmed = 0
-        self._kept: collections.deque[tuple[bytes, ShmSegment | None]] = collections.deque()
-        """Unconfirmed messages, with their segments."""
-        self._num_bytes = self._num_confirmed_bytes = 0
-        """Separate counts, since ``keep`` and ``take`` may run on different threads."""
+        self._num_told = self._num_untold_bytes = 0
+        """Number of messages whose receipt the last write confirmed, and bytes received since."""
+        self._confirmed = (0, 0)
+        """Number of confirmed messages, and their bytes."""
+        self._kept: collections.deque[_Kept] = collections.deque()
+        """Unconfirmed messages."""
 
     @property
     def num_kept_bytes(self) -> int:
-        return self._num_bytes - self._num_confirmed_bytes
+        return self._last[1] - self._confirmed[1]
+
+    @property
+    def _last(self) -> tuple[int, int]:
+        """Number of messages so far, and their bytes.
+
+        No count is changed in steps: an interrupt of the thread may come between any two, and
+        ``keep`` and ``take`` may run on different threads.
+        """
+        try:
+            return self._kept[-1].up_to
+        except IndexError:
+            return self._confirmed
 
     def keep(self, body: bytes, segment: ShmSegment | None = None) -> bytes:
         """Keep a message, and its segment open, until it is confirmed.
@@ -317,10 +338,10 @@ class Session:
             if segment is not None:
                 segment.close()
             require_size(size)
-        self._num_bytes += size if segment is None else size + segment.nbytes
-        self._kept.append((body, segment))
-        self._num_told = self.num_received
-        return _COUNTED.pack(size, self._num_told) + body
+        number, num_bytes = self._last
+        num_bytes += size if segment is None else size + segment.nbytes
+        self._kept.append(_Kept((number + 1, num_bytes), body, segment))
+        return self._counted(size) + body
 
     def take(self, message: bytes) -> memoryview:
         """Return the body of a message from the peer; empty for a mere confirmation.
@@ -336,20 +357,27 @@ class Session:
                 f"received a message of {len(message)} bytes, expected at least {_COUNT.size}"
             )
         (num_received,) = _COUNT.unpack_from(message)
-        if num_received != self._num_confirmed:
+        if num_received != self._confirmed[0]:
             self._confirm(num_received)
         return memoryview(message)[_COUNT.size :]
 
     def taken(self, num_bytes: int, wire: WirePayload | None) -> bool:
         """Count a received message; returns whether it must be confirmed by a separate message."""
         self.num_received += 1
-        if num_bytes >= INLINE_BYTES or (wire is not None and wire.segment is not None):
-            return True
-        return self.num_received - self._num_told >= _CONFIRM_EACH
+        if wire is not None and wire.segment is not None:
+            num_bytes += wire.segment.size
+        self._num_untold_bytes += num_bytes
+        return (
+            self._num_untold_bytes >= _CONFIRM_BYTES
+            or self.num_received - self._num_told >= _CONFIRM_EACH
+        )
 
     def confirmation(self) -> bytes:
-        self._num_told = self.num_received
-        return _COUNTED.pack(_COUNT.size, self._num_told)
+        return self._counted(_COUNT.size)
+
+    def _counted(self, size: int) -> bytes:
+        self._num_told, self._num_untold_bytes = self.num_received, 0
+        return _COUNTED.pack(size, self._num_told)
 
     def resume(self, num_received: int) -> list[bytes]:
         """Return the bytes that a new connection begins with.
@@ -362,24 +390,21 @@ class Session:
         """
         self._confirm(num_received)
         return [
-            _COUNTED.pack(len(body) + _COUNT.size, self.num_received) + body
-            for body, _ in self._kept
+            _COUNTED.pack(len(each.body) + _COUNT.size, self.num_received) + each.body
+            for each in self._kept
         ]
 
     def close(self) -> None:
-        self._confirm(self._num_confirmed + len(self._kept))
+        self._confirm(self._last[0])
 
     def _confirm(self, num_received: int) -> None:
-        num_new = num_received - self._num_confirmed
-        if not 0 <= num_new <= len(self._kept):
+        least, most = self._confirmed[0], self._last[0]
+        if not least <= num_received <= most:
             raise ProtocolError(
-                f"the peer reports {num_received} messages received, expected "
-                f"{self._num_confirmed} to {self._num_confirmed + len(self._kept)}"
+                f"the peer reports {num_received} messages received, expected {least} to {most}"
             )
-        for _ in range(num_new):
-            body, segment = self._kept.popleft()
-            self._num_confirmed_bytes += len(body) + _COUNT.size
+        while self._kept and self._kept[0].up_to[0] <= num_received:
+            self._confirmed, _, segment = self._kept[0]
+            self._kept.popleft()
             if segment is not None:
-                self._num_confirmed_bytes += segment.nbytes
                 segment.close()
-        self._num_confirmed = num_received
