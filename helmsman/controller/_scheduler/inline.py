@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from helmsman._base.readiness import Leader
 from helmsman._wire.codec import Payload
 from helmsman._wire.messages import Reply
 from helmsman._wire.wire import Outgoing
@@ -145,7 +146,7 @@ class InlineTransport(Transport):
         self._waiting: dict[Awaited, None] = {}
         self._has_ended = False
 
-    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+    def post(self, outgoing: Outgoing, awaited: Awaited, leader: Leader | None = None) -> None:
         if self._has_ended:
             raise TransportLostError("the inline worker has ended")
         loop = self._loop

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from helmsman._base.readiness import Bell, Leader
 from helmsman._process.safe_files import open_regular
 from helmsman._wire.codec import Payload, decode
 from helmsman._wire.messages import Reply
@@ -57,7 +58,7 @@ def error_in(answer: Payload) -> errors.HelmsmanError:
 
 
 class Awaited(Protocol):
-    """Receives the outcome of one request; called once, on the event loop."""
+    """Receives the outcome of one request; called once, on the event loop or in ``read``."""
 
     def replied(self, reply: Reply, payload: Payload) -> None:
         """The worker has replied."""
@@ -74,15 +75,34 @@ class Transport(abc.ABC):
     Control verbs do not queue.
     """
 
+    has_connection = False
+    """Whether a caller can read it."""
+
     @abc.abstractmethod
-    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+    def post(self, outgoing: Outgoing, awaited: Awaited, leader: Leader | None = None) -> None:
         """Send a request from any thread; ``awaited`` receives its outcome, without a time limit.
+
+        Args:
+            outgoing: The request.
+            awaited: Receives its outcome.
+            leader: Reads the outcome if no other request is pending: the bell of the calling
+                thread, which then calls ``read``, or the readers of its event loop.
 
         Raises:
             TransportLostError: The worker has died or cannot be reached.
             ProtocolError: The request cannot be encoded.
             WorkerBacklogError: Too many bytes already wait for the worker.
         """
+
+    # A transport without a connection has nothing to read.
+    def read(self, bell: Bell, limit_s: float) -> None:  # noqa: B027
+        """Read the outcome of a posted request on this thread.
+
+        It returns, possibly without the outcome, once the limit has passed or another thread reads.
+        """
+
+    def hand_back(self) -> None:  # noqa: B027
+        """Let the transport's own event loop read again, for a caller that no longer waits."""
 
     # A transport without a connection has nothing to replace.
     def renew(self, silent_since: float) -> None:  # noqa: B027

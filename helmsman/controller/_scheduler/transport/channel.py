@@ -16,11 +16,12 @@ import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from helmsman._base.event_loop import Deadline, run_in_executor, threads_awaited
+from helmsman._base.readiness import Bell, Leader, Readers, readers_of
 from helmsman._wire.codec import Payload
 from helmsman._wire.memory import populate
 from helmsman._wire.messages import Reply
@@ -56,7 +57,8 @@ RECONNECT_S = 30.0
 _EXIT_S = 1.0
 """Longest wait for a killed process to exit. Its forked children may hold the connection longer."""
 _RECONNECT_PAUSE_S = 0.05
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
+"""Malloc maps larger buffers anew for each read, which costs 20 us."""
 _IN_THREAD_BYTES = 1 << 20
 """From this size on, arguments are packed and the pages of a result mapped off the event loop."""
 
@@ -72,6 +74,8 @@ def backlog_limit_bytes() -> int:
 
 
 _GREET_S = 5.0
+_LONGEST_WAIT_S = 1e6
+"""Limit of one wait for a socket; the system's limit is little larger."""
 
 Connect = Callable[[], Awaitable[socket.socket]]
 """Opens an authenticated connection, plain or TLS. Raises OSError or ProtocolError."""
@@ -127,11 +131,25 @@ class SidePath(Protocol):
         """Fetch the result of a request whose reply came without it."""
 
 
+class _TakenReply(NamedTuple):
+    awaited: Awaited
+    reply: Reply
+    payload: Payload | None
+    """None if the side path carries it, or after a failure."""
+    failure: Exception | None
+    """Why the payload could not be taken."""
+    is_mapped: bool
+    """Whether the pages of the payload are mapped."""
+
+
 class Channel(Transport):
-    """A session with a worker. Its methods run on the event loop, ``post`` on any thread.
+    """A session with a worker. Its methods run on the event loop; ``post`` and ``read`` on others.
 
     It does not use asyncio's transports, which would be a third of the cost of a call. Each message
-    is written by one system call on the caller's thread and read by another.
+    is written by one system call on the caller's thread and read by another. The caller of the only
+    pending request leads: its thread or loop reads the connection, so that no other thread wakes
+    for the reply. A further request makes the channel's event loop the reader again, so that no
+    caller depends on the thread of another one.
 
     Args:
         worker_id: Id of the worker, for messages.
@@ -140,6 +158,8 @@ class Channel(Transport):
         shares_memory: Whether the worker is on this machine.
         side_path: Carries the payloads that the channel cannot carry; None if it can carry all.
     """
+
+    has_connection = True
 
     def __init__(
         self,
@@ -166,9 +186,17 @@ class Channel(Transport):
         self._heard_at = 0.0
         """Time of the last received bytes, by time.monotonic()."""
         self._reader = FrameReader()
+        self._reading = threading.RLock()
+        """Held while the connection is read or replaced; taken before ``_writing``."""
+        self._leader: Leader | None = None
+        """Reads the connection; None for the event loop."""
+        self._led = 0
+        """Id of the leader's request."""
+        self._is_watched = True
+        """Whether the event loop wakes for messages; if not, only for the connection's end."""
         self._writing = threading.Lock()
-        """Held while a message is numbered and written, and while the connection is read or
-        replaced.
+        """Held while a message is numbered and written, while the reader changes, and while the
+        connection is replaced or, with TLS, read.
         """
         self._cut: socket.socket | None = None
         """Connection to which a message is being written. If set while ``_writing`` is free: a
@@ -179,6 +207,8 @@ class Channel(Transport):
         self._to_pack: set[int] = set()
         """Ids of engine calls that are not written yet; later engine calls queue behind them."""
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._readers = readers_of(self._loop)
         self._resuming: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         """Strong references, since the event loop holds tasks only weakly."""
@@ -195,7 +225,7 @@ class Channel(Transport):
 
     def close(self, reason: str = "") -> None:
         """End the session; unanswered requests fail with ``reason``. Idempotent."""
-        with self._writing:
+        with self._reading, self._writing:
             if not self.is_open:
                 return
             self.is_open = False
@@ -245,20 +275,47 @@ class Channel(Transport):
 
     def _attach(self, sock: socket.socket) -> None:
         self._socket, self._reader, self._heard_at = sock, FrameReader(), time.monotonic()
-        self._loop.add_reader(sock, self._read)
+        self._is_watched = True
+        self._readers.add(sock, self._read_here)
 
     def _detach(self) -> None:
         if self._socket is not None:
-            self._loop.remove_reader(self._socket)
+            self._let_read(None)
+            self._readers.remove(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()
             self._socket = None
             self._unsent.clear()
 
+    def _let_read(self, leader: Leader | None) -> None:
+        """Change the reader; ``_writing`` is held."""
+        former, self._leader = self._leader, leader
+        if (sock := self._socket) is None:
+            return
+        if former is not leader:
+            if isinstance(former, Bell):
+                former.ring()
+            elif former is not None:
+                former.remove(sock)
+            if isinstance(leader, Readers):
+                leader.add(sock, functools.partial(self._read_own, sock, leader))
+        if self._is_watched != (leader is None):
+            self._is_watched = leader is None
+            self._readers.turn(sock, on=self._is_watched)
+
+    def hand_back(self) -> None:
+        thread = threading.get_ident()
+        try:
+            threads_awaited.add(thread)
+            with self._writing:
+                self._let_read(None)
+        finally:
+            threads_awaited.discard(thread)
+
     def _drop(self, sock: socket.socket) -> None:
         """Replace a lost connection."""
         if self._socket is sock:
-            with self._writing:
+            with self._reading, self._writing:
                 self._detach()
             self._resuming = self._in_background(self._resume())
 
@@ -285,7 +342,7 @@ class Channel(Transport):
                 )
                 return
             try:
-                with self._writing:
+                with self._reading, self._writing:
                     self._attach(sock)
                     for message in self._session.resume(num_received):
                         if not self._send(sock, message):
@@ -311,27 +368,36 @@ class Channel(Transport):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+    def post(self, outgoing: Outgoing, awaited: Awaited, leader: Leader | None = None) -> None:
         thread = threading.get_ident()
         if thread in threads_awaited:
             # A signal handler or finalizer has interrupted this method in the same thread.
             self._loop.call_soon_threadsafe(self._post_here, outgoing, awaited)
             return
+        body, segment = None, None
+        waits = isinstance(leader, Bell) and not self._to_pack
+        if (outgoing.is_small and not outgoing.payload.handles) or (
+            (outgoing.is_small or waits)
+            and can_carry(outgoing.payload, shares_memory=self.shares_memory)
+        ):
+            try:
+                if outgoing.is_small:
+                    body = outgoing.body()
+                else:  # packed here, since no other thread has to wait for it
+                    body, segment = outgoing.packed(shares_memory=self.shares_memory)
+            except (OSError, MemoryError) as error:
+                self._on_loop(awaited.failed, error)
+                return
         try:
             threads_awaited.add(thread)
             with self._writing:
-                if (
-                    outgoing.is_small
-                    and not (outgoing.in_order and self._to_pack)
-                    and (
-                        not outgoing.payload.handles
-                        or can_carry(outgoing.payload, shares_memory=self.shares_memory)
-                    )
-                ):
-                    self._write(outgoing, outgoing.body(), awaited)
+                if body is not None and not (outgoing.in_order and self._to_pack):
+                    self._write(outgoing, body, awaited, segment, leader)
                     return
                 if outgoing.in_order:
                     self._to_pack.add(outgoing.request.id)
+            if segment is not None:
+                segment.close()
             self._loop.call_soon_threadsafe(
                 lambda: self._in_background(self._pack_and_write(outgoing, awaited))
             )
@@ -373,7 +439,12 @@ class Channel(Transport):
         return outgoing.packed(shares_memory=self.shares_memory)
 
     def _write(
-        self, outgoing: Outgoing, body: bytes, awaited: Awaited, segment: ShmSegment | None = None
+        self,
+        outgoing: Outgoing,
+        body: bytes,
+        awaited: Awaited,
+        segment: ShmSegment | None = None,
+        leader: Leader | None = None,
     ) -> None:
         """Send a request; its segment is closed once the worker has taken it.
 
@@ -404,6 +475,12 @@ class Channel(Transport):
         is_whole, self._cut = self._cut is not sock, sock
         try:
             message = self._session.keep(body, segment)
+            # Before it is sent: otherwise the event loop may wake for the reply.
+            if self._awaited or sock is None or leader is self._readers:
+                leader = None
+            if leader is not None:
+                self._led = outgoing.request.id
+            self._let_read(leader)
             self._awaited[outgoing.request.id] = awaited
             if sock is None or (is_whole and self._send(sock, message)):
                 self._cut = None
@@ -457,36 +534,104 @@ class Channel(Transport):
 
     # --- replies ----------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        sock = self._socket
-        assert sock is not None
+    def read(self, bell: Bell, limit_s: float) -> None:
+        deadline = Deadline(limit_s)
         try:
-            # TLS allows one thread at a time. Otherwise no lock is taken, so that the loop does not
-            # wait for a signal handler that has interrupted a write.
+            while self._leader is bell:
+                sock, left_s = self._socket, deadline.remaining_s
+                if sock is not None and bell.wait_with(sock, min(left_s, _LONGEST_WAIT_S)):
+                    self._read_own(sock, bell)
+                elif not left_s:
+                    break
+        finally:
+            if self._leader is bell:
+                self.hand_back()
+
+    def _read_own(self, sock: socket.socket, leader: Leader) -> None:
+        """Read for the leader, on its thread."""
+        thread, is_lost = threading.get_ident(), False
+        found: list[_TakenReply] = []
+        try:
+            try:
+                threads_awaited.add(thread)
+                with self._reading:
+                    if self._leader is leader and self._socket is sock:
+                        is_lost = True  # if it is interrupted; the worker sends the rest again
+                        is_lost = not self._receive(sock, self._led, found)
+                        self._end_lead(len(found), is_lost=is_lost)
+            finally:
+                if is_lost:
+                    self._loop.call_soon_threadsafe(self._drop, sock)
+                threads_awaited.discard(thread)
+            for outcome in found:
+                self._conclude(outcome, may_block=isinstance(leader, Bell))
+        except BaseException:
+            # An interrupt, which must not lose an outcome that counts as received.
+            for outcome in found:
+                self._awaited.setdefault(outcome.reply.id, outcome.awaited)
+                self._loop.call_soon_threadsafe(self._deliver, outcome)
+            raise
+
+    def _end_lead(self, num_found: int, *, is_lost: bool) -> None:
+        """End the lead if the outcome has come, or if more is to come that is not the leader's."""
+        if is_lost or len(self._awaited) > 1 or (num_found and self._session.num_kept_bytes):
+            with self._writing:
+                self._let_read(None)
+        elif num_found and isinstance(self._leader, Bell):
+            self._leader = None
+
+    def _conclude(self, outcome: _TakenReply, *, may_block: bool) -> None:
+        """Deliver an outcome on the thread that waits for it."""
+        if outcome.payload is None or not (outcome.is_mapped or may_block):
+            self._loop.call_soon_threadsafe(self._deliver, outcome)
+            return
+        if not outcome.is_mapped:
+            populate(outcome.payload.buffers)
+        if self._awaited.pop(outcome.reply.id, None) is not None:
+            outcome.awaited.replied(outcome.reply, outcome.payload)
+
+    def _read_here(self) -> None:
+        """Read on the event loop."""
+        with self._reading:
+            sock = self._socket
+            assert sock is not None
+            try:
+                if not self._receive(sock, None, []):
+                    self._drop(sock)
+            except Exception:
+                # Such as MemoryError: over the next connection the worker sends all uncounted
+                # messages again.
+                log.exception(
+                    "%s: replacing its connection: a message could not be processed",
+                    self._worker_id,
+                )
+                self._drop(sock)
+
+    def _receive(self, sock: socket.socket, own: int | None, found: list[_TakenReply]) -> bool:
+        """Read what has arrived; returns False if the connection is lost. ``_reading`` is held.
+
+        The outcome of request ``own`` goes to ``found``, others to the event loop.
+        """
+        try:
+            # TLS allows one thread at a time. Otherwise the lock is not taken, so that the loop
+            # does not wait for a signal handler that has interrupted a write.
             with self._writing if isinstance(sock, ssl.SSLSocket) else contextlib.nullcontext():
                 data = sock.recv(_READ_BYTES)
         except WOULD_BLOCK:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(sock)
-            return
+            return True
+        except OSError as error:
+            if error.errno is None:  # raised by a signal handler
+                raise
+            return False
         self._heard_at = time.monotonic()
         try:
             for message in self._reader.feed(data):
-                self._take(message)
+                self._take(message, own, found)
         except (ProtocolError, msgspec.MsgspecError) as error:
-            self.close(f"it sent a message that cannot be decoded: {error}")
-        except Exception:
-            # Such as MemoryError: over the next connection the worker sends all uncounted messages
-            # again.
-            log.exception(
-                "%s: replacing its connection: a message could not be processed", self._worker_id
-            )
-            self._drop(sock)
+            self._on_loop(self.close, f"it sent a message that cannot be decoded: {error}")
+        return bool(data)
 
-    def _take(self, message: bytes) -> None:
+    def _take(self, message: bytes, own: int | None, found: list[_TakenReply]) -> None:
         if not self.is_open:  # an earlier message of the same read has ended the session
             return
         body = self._session.take(message)
@@ -494,25 +639,36 @@ class Channel(Transport):
             return
         frame = decode_reply(body)
         reply, wire = frame.reply, frame.payload
-        awaited = self._awaited.get(reply.id)
-        is_large = (
-            wire is not None and wire.segment is not None and wire.segment.size >= _IN_THREAD_BYTES
-        )
-        payload: Payload | None = None
-        failure: Exception | None = None
-        if awaited is not None and wire is not None:
+        if (awaited := self._awaited.get(reply.id)) is not None:
+            payload: Payload | None = None
+            failure: Exception | None = None
+            is_mapped = wire is None or wire.segment is None or wire.segment.size < _IN_THREAD_BYTES
             try:
-                payload = from_wire(wire, populated=not is_large)
+                if wire is not None:
+                    payload = from_wire(wire, populated=is_mapped)
             # No memory is left, or it does not unpickle: only this result is lost
             except Exception as error:  # noqa: BLE001
                 failure = error
+            # Before it is counted: the worker sends it again after an interrupt.
+            outcome = _TakenReply(awaited, reply, payload, failure, is_mapped)
+            if reply.id == own:
+                found.append(outcome)
+            else:
+                self._on_loop(self._deliver, outcome)
         if self._session.taken(len(body), wire):
             with self._writing:
                 if self._socket is not None and self._socket is not self._cut:
                     self._send(self._socket, self._session.confirmation())
-        if awaited is None:
-            return
-        if failure is None and (payload is None or is_large):
+
+    def _on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        if threading.get_ident() == self._loop_thread:
+            function(*arguments)
+        else:
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _deliver(self, outcome: _TakenReply) -> None:
+        _, reply, payload, failure, is_mapped = outcome
+        if failure is None and (payload is None or not is_mapped):
             self._in_background(self._complete(reply, payload))
         elif isinstance(failure, ProtocolError):
             # The worker has probably just ended; its end, which fails the call, says more.

@@ -23,6 +23,7 @@ from helmsman._base.event_loop import (
     run_in_executor,
     run_on_loop,
 )
+from helmsman._base.readiness import Leader, give_back, readers_of, take_bell
 from helmsman._wire.codec import Payload, decode, encode, is_plain
 from helmsman._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman._wire.wire import Outgoing
@@ -317,7 +318,12 @@ class WorkerClient:
     def forget_result(self, request: Request, payload: Payload) -> None:
         kept = decode(payload) if request.keep else None
         if isinstance(kept, ResultHandle):
-            self.in_background(self._release(kept))
+            release = self._release(kept)
+
+            def begin() -> None:
+                self.in_background(release)
+
+            run_on_loop(begin)
 
     def named(self, request: Request) -> Request:
         """Return a request with the name of its engine; a call's default is the worker's id."""
@@ -409,12 +415,16 @@ class PendingCall(abc.ABC):
         self.slot = 0
         """Number of the call for its observer."""
 
-    def begin(self) -> None:
-        """Send the request, from any thread; a failure to encode or send it is its outcome."""
+    def begin(self, leader: Leader | None = None) -> None:
+        """Send the request, from any thread; a failure to encode or send it is its outcome.
+
+        Args:
+            leader: See ``Transport.post``.
+        """
         if self._outgoing.is_call:
             self._client.begins(self._outgoing.request.id, self)
         try:
-            self._client.transport.post(self._outgoing, self)
+            self._client.transport.post(self._outgoing, self, leader)
         except (TransportLostError, errors.HelmsmanError) as error:
             # the outcome of this request
             run_on_loop(functools.partial(self.failed, error))
@@ -556,22 +566,32 @@ def wait_for_reply(
 ) -> Payload:
     """Send a request and block for its reply; an interrupt leaves the call to its worker."""
     forbid_blocking()
-    waiting = threading.Lock()
+    waiting, bell = threading.Lock(), take_bell() if client.transport.has_connection else None
     waiting.acquire()
     call = _AwaitedCall(client, outgoing, waiting.release)
+
+    def is_answered_by(limit_s: float) -> bool:
+        left_s = limit_s - (time.monotonic() - call.started)
+        if bell is not None:
+            client.transport.read(bell, left_s)
+            if waiting.acquire(blocking=False):
+                return True
+            left_s = limit_s - (time.monotonic() - call.started)
+        return waiting.acquire(timeout=min(max(left_s, 0.0), threading.TIMEOUT_MAX))
+
     try:
-        call.begin()
-        if not waiting.acquire(
-            timeout=min(max(limit_s - lead_of(limit_s), 0.0), threading.TIMEOUT_MAX)
-        ):
-            left_s = max(limit_s - (time.monotonic() - call.started), 0.0)
-            run_on_loop(functools.partial(call.inquire, left_s))
-            if not waiting.acquire(timeout=left_s):
+        call.begin(bell)
+        if not is_answered_by(limit_s - lead_of(limit_s)):
+            left_s = limit_s - (time.monotonic() - call.started)
+            run_on_loop(functools.partial(call.inquire, max(left_s, 0.0)))
+            if not is_answered_by(limit_s):
                 run_on_loop(functools.partial(call.late, limit_s, source))
                 waiting.acquire()
     except BaseException:
         call.is_abandoned = True
         raise
+    finally:
+        give_back(bell)
     return call.result()
 
 
@@ -579,20 +599,22 @@ async def await_reply(
     client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str
 ) -> Payload:
     """Send a request and await its reply, on any event loop."""
-    loop = asyncio.get_running_loop()
-    is_background = loop is background_loop()
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
     filled: asyncio.Future[None] = loop.create_future()
 
     def settle() -> None:
         if not filled.done():
             filled.set_result(None)
 
-    call = _AwaitedCall(
-        client,
-        outgoing,
-        settle if is_background else functools.partial(mailbox_of(loop).post, settle),
-    )
-    call.begin()
+    def on_filled() -> None:
+        if threading.get_ident() == thread:
+            settle()
+        else:
+            mailbox_of(loop).post(settle)
+
+    leads = client.transport.has_connection and loop is not background_loop()
+    call = _AwaitedCall(client, outgoing, on_filled)
+    call.begin(readers_of(loop) if leads else None)
     lead_s = lead_of(limit_s)
     timer: asyncio.TimerHandle
 
@@ -607,6 +629,8 @@ async def await_reply(
     def almost_late() -> None:
         nonlocal timer
         timer = loop.call_later(lead_s, at_limit)
+        if leads:
+            client.transport.hand_back()
         run_on_loop(functools.partial(call.inquire, lead_s))
 
     timer = loop.call_later(limit_s - lead_s, almost_late)
@@ -614,6 +638,8 @@ async def await_reply(
         await filled
     except BaseException:
         call.is_abandoned = True
+        if leads:
+            client.transport.hand_back()
         raise
     finally:
         timer.cancel()

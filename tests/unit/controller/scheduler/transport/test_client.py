@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from helmsman._base.readiness import Leader
 from helmsman._wire.codec import encode
 from helmsman._wire.messages import Request, Verb
 from helmsman._wire.wire import Outgoing
@@ -36,7 +37,7 @@ class LostTransport(Transport):
         self._pending: list[Awaited] = []
         self.look_ups: list[asyncio.Task[object] | None] = []
 
-    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+    def post(self, outgoing: Outgoing, awaited: Awaited, leader: Leader | None = None) -> None:
         self._pending.append(awaited)
         if len(self._pending) == NUM_CALLS:
             for each in self._pending:
