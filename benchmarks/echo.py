@@ -96,7 +96,7 @@ class EchoProcess:
 
 
 class BareConnection:
-    """A connection for round trips of a request and its reply."""
+    """A connection for a request and its reply."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -121,11 +121,6 @@ class BareConnection:
         body = self._session.take(self._socket.recv(65536)[4:])
         self._session.taken(len(body), None)
         return decode_reply(body)
-
-    def round_trip(self) -> ReplyFrame:
-        """Send the request and return the reply."""
-        self.send()
-        return self.receive()
 
 
 def _search_path() -> dict[str, str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.echo import EchoProcess
+from benchmarks.bare import EMPTY, BarePeers
+from benchmarks.engines import value_of
 from benchmarks.harness import RATE, Pair, case
 from benchmarks.world import ENGINE, World
 from helmsman._base.event_loop import run_sync
@@ -49,18 +51,14 @@ def _latency(backend: str) -> None:
         floor="await actor.ping.remote()",
     )
     def awaited(world: World) -> Pair:
-        scheduler, actor = world.workers(backend), world.actors[0]
-
-        async def ours() -> None:
-            for _ in range(ASYNC_CALLS):
-                await scheduler.async_call_engine("w/0", "ping", ENGINE)
+        ours, actor = _one_by_one(world, backend), world.actors[0]
 
         async def bare() -> None:
             for _ in range(ASYNC_CALLS):
                 await actor.ping.remote()
 
         return Pair(
-            ours=lambda: world.run(ours()),
+            ours=ours,
             floor=lambda: world.run(bare()),
             rounds=15,
             repeats=4,
@@ -80,15 +78,7 @@ def _each(backend: str, num_workers: int) -> None:
     )
     def each(world: World) -> Pair:
         """Call workers as controllers and worker groups do."""
-        scheduler = world.workers(backend)
-        calls = {f"w/{index}": Call() for index in range(num_workers)}
-        return _beside_bare(
-            world,
-            num_workers,
-            lambda: run_sync(
-                call_all(scheduler, "w", "ping", calls, engine_name=ENGINE, timeout=60)
-            ),
-        )
+        return _beside_bare(world, num_workers, _to_each(world, backend, num_workers))
 
     @case(
         f"calls.{backend}.gathered_{num_workers}",
@@ -99,6 +89,24 @@ def _each(backend: str, num_workers: int) -> None:
     def gathered(world: World) -> Pair:
         """Call workers by asyncio.gather on the script's own loop."""
         return _beside_bare(world, num_workers, _gathered(world, backend, num_workers, num_workers))
+
+
+def _one_by_one(world: World, backend: str) -> Callable[[], Any]:
+    """Await calls one after another."""
+    scheduler = world.workers(backend)
+
+    async def calls() -> None:
+        for _ in range(ASYNC_CALLS):
+            await scheduler.async_call_engine("w/0", "ping", ENGINE)
+
+    return lambda: world.run(calls())
+
+
+def _to_each(world: World, backend: str, num_workers: int) -> Callable[[], Any]:
+    """Call workers as controllers and worker groups do."""
+    scheduler = world.workers(backend)
+    calls = {f"w/{index}": Call() for index in range(num_workers)}
+    return lambda: run_sync(call_all(scheduler, "w", "ping", calls, engine_name=ENGINE, timeout=60))
 
 
 def _beside_bare(world: World, num_workers: int, ours: Callable[[], Any]) -> Pair:
@@ -157,20 +165,52 @@ for _backend in ("ray", "local"):
         _pipelined(_backend, _num_workers)
 
 
-@case(
-    "calls.local.socket",
-    unit="us",
-    floor="a round trip of the same messages over a bare Unix socket",
-)
-def local_socket(world: World) -> Pair:
-    """Compare a local call with a bare round trip of the same frames over a socket."""
-    scheduler = world.workers("local")
-    echo = world.until_case_ends.enter_context(EchoProcess())
-    connection = world.until_case_ends.enter_context(echo.connect())
+def _beside_sockets(backend: str) -> None:
+    """Compare calls with as many bytes over bare Unix sockets, to a process for each worker."""
+
+    def declare(figure: str, goal: str) -> Callable[[Callable[[World], Pair]], object]:
+        name, floor = f"calls.{backend}.socket.{figure}", "the same bytes over bare Unix sockets"
+        return case(name, unit="us", goal=goal, floor=floor)
+
+    @declare("sync", "<= 5")
+    def sync(world: World) -> Pair:
+        scheduler = world.workers(backend)
+        return _beside_peers(world, lambda: scheduler.call_engine("w/0", "ping", ENGINE))
+
+    @declare("async", "<= 8")
+    def awaited(world: World) -> Pair:
+        return _beside_peers(world, _one_by_one(world, backend), num_calls=ASYNC_CALLS)
+
+    @declare("each_of_16", "<= 8")
+    def each(world: World) -> Pair:
+        return _beside_peers(world, _to_each(world, backend, 16), num_peers=16)
+
+    @declare("1MB", "<= 2.5")
+    def argument(world: World) -> Pair:
+        scheduler, value = world.workers(backend), value_of("numpy", 1 << 20)
+        ours = functools.partial(scheduler.call_engine, "w/0", "take", ENGINE, value)
+        return _beside_peers(world, ours, bytes(1 << 20))
+
+
+def _beside_peers(
+    world: World,
+    ours: Callable[[], Any],
+    data: bytes = EMPTY,
+    *,
+    num_peers: int = 1,
+    num_calls: int = 1,
+) -> Pair:
+    peers = world.until_case_ends.enter_context(BarePeers(num_peers))
+
+    def bare() -> None:
+        for _ in range(num_calls):
+            peers.round_trips(data)
+
+    repeats = max(4, 60 // (num_calls * num_peers))
     return Pair(
-        ours=lambda: scheduler.call_engine("w/0", "ping", ENGINE),
-        floor=connection.round_trip,
-        rounds=15,
-        repeats=60,
-        warm_up=50,
+        ours=ours, floor=bare, rounds=15, repeats=repeats, per_run=num_calls, warm_up=repeats
     )
+
+
+for _backend in ("ray", "local"):
+    _beside_sockets(_backend)
