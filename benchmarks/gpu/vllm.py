@@ -416,7 +416,7 @@ def digits(completion):
 
 
 def _agree(after: float, before: float) -> bool:
-    """Whether a mean difference is one of rounding, like the one before."""
+    """Return whether a mean difference is one of rounding, like the one before."""
     return after < 2 * before + 1e-3
 
 

@@ -113,7 +113,7 @@ def _count(kind: str, root: Path) -> int:
 
 
 def _is_gpu(properties: Path) -> bool:
-    """Whether a node of ROCm's topology is a GPU, not a CPU or a GPU outside of the container."""
+    """Return whether a node of ROCm's topology is a GPU of this container, and not a CPU."""
     try:
         return re.search(r"^simd_count [1-9]", properties.read_text(), re.MULTILINE) is not None
     except OSError:

@@ -334,16 +334,17 @@ class FSDPTrainEngine(TrainEngine):
             OSError: The files cannot be written.
         """
         model = self._built_model(may_sleep=True)
-        tensors, in_files = named_tensors(model), self._names(model)
-        gather: Gather = self._memory.gather
         try:
             if form.adapters:
-                adapters = self._trained_adapters().select(tensors, base=False)
-                gather = self._trained_adapters().scaled(adapters, gather)
-                tensors = {name_in_file(name): each for name, each in adapters.items()}
-            elif self._adapters is not None:
-                gather = self._adapters.merged(tensors, gather)
-                tensors = self._adapters.select(tensors, base=True)
+                adapters = self._trained_adapters()
+                own = adapters.select(named_tensors(model), base=False)
+                tensors: Mapping[str, torch.Tensor] = {
+                    name_in_file(name): each for name, each in own.items()
+                }
+                gather = adapters.scaled(own, self._memory.gather)
+            else:
+                tensors, gather = self._whole(model)
+                self._in_files = self._in_files or CheckpointNames(model)
             return publish(
                 tensors,
                 target,
@@ -352,7 +353,7 @@ class FSDPTrainEngine(TrainEngine):
                 is_root=dist.get_rank() == 0,
                 group=self._weight_group,
                 gather=gather,
-                in_files=None if form.adapters else in_files,
+                in_files=None if form.adapters else self._in_files,
             )
         finally:
             self._weight_group.close_socket()
@@ -437,11 +438,7 @@ class FSDPTrainEngine(TrainEngine):
             RuntimeError: The engine has no model, or another rank failed.
         """
         model, source = self._built_model(may_sleep=True), self._source()
-        tensors = named_tensors(model)
-        gather: Gather = self._memory.gather
-        if self._adapters is not None:
-            gather = self._adapters.merged(tensors, gather)
-            tensors = self._adapters.select(tensors, base=True)
+        tensors, gather = self._whole(model)
         export_hf(
             model,
             os.fspath(path),
@@ -483,9 +480,12 @@ class FSDPTrainEngine(TrainEngine):
             )
         return self._adapters
 
-    def _names(self, model: nn.Module) -> CheckpointNames:
-        self._in_files = self._in_files or CheckpointNames(model)
-        return self._in_files
+    def _whole(self, model: nn.Module) -> tuple[Mapping[str, torch.Tensor], Gather]:
+        """Return the tensors of the whole model, and a ``gather`` that merges adapters into it."""
+        tensors, gather = named_tensors(model), self._memory.gather
+        if self._adapters is None:
+            return tensors, gather
+        return self._adapters.select(tensors, base=True), self._adapters.merged(tensors, gather)
 
     def _source(self) -> str | None:
         return self.config.model if isinstance(self.config.model, str) else None

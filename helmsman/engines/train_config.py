@@ -100,7 +100,8 @@ class TrainConfig(
     """
     compute_dtype: str = "auto"
     """Type of the forward and backward pass, such as ``bfloat16``; ``auto`` is bfloat16 on devices,
-    float32 on the host. Parameters and gradients of a trained model are always float32.
+    float32 on the host. Parameters and gradients of a trained model are always float32. During a
+    call, a single rank also has a copy of its parameters in this type, several ranks of a layer.
     """
     reduce_dtype: str = "float32"
     """Type in which ranks sum gradients. ``bfloat16`` sends half of the bytes, and rounds the sum;

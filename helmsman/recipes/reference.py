@@ -36,7 +36,7 @@ class BaseReference(Reference):
 
     def logprobs(self, tokens: Sequence[dict[str, Any]]) -> list[Any]:
         """See Reference."""
-        return self._trainer.forward_base(tokens)
+        return self._trainer.forward(tokens, base=True)
 
 
 class FrozenReference(Reference):

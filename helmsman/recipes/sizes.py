@@ -262,6 +262,8 @@ def _tokens(
     has_critic = isinstance(settings, GRPOSettings) and settings.algorithm.preset == "ppo"
     is_frozen = settings.train.lora is not None and not has_critic
     per_parameter = width if is_frozen else _STATE_BYTES
+    if settings.cluster.train_workers == 1 and per_parameter == _STATE_BYTES and width == 2:
+        per_parameter += width  # one rank casts all of its parameters for a call
     state = per_parameter * shape.num_parameters / settings.cluster.train_workers
     kept = 2 * shape.hidden_size
     if not settings.train.engine.get("gradient_checkpointing"):

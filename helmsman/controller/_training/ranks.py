@@ -243,9 +243,9 @@ class Ranks:
         return statistics
 
     async def forward(
-        self, samples: Sequence[Sample], timeout: float | None, method: str = "forward"
+        self, samples: Sequence[Sample], timeout: float | None, *, base: bool
     ) -> list[Any]:
-        shares = self._split(samples)
+        shares, method = self._split(samples), "forward_base" if base else "forward"
         results = await self._call_shares(method, samples, shares, (), timeout)
         ordered: list[Any] = [None] * len(samples)
         for head, share in enumerate(shares):

@@ -162,13 +162,14 @@ class TrainController(RoleController):
     eval_batch = blocking(async_eval_batch)
 
     async def async_forward(
-        self, samples: Sequence[Sample], timeout: float | None = None
+        self, samples: Sequence[Sample], timeout: float | None = None, *, base: bool = False
     ) -> list[Any]:
         """Compute the log-probabilities of each sample's tokens.
 
         Args:
             samples: The batch, in any order; see helmsman.api.engines.Sample.
             timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+            base: Whether a trainer of adapters computes by its base model, without them.
 
         Returns:
             One (T,) float32 array per sample, on the host, in the order of ``samples``.
@@ -178,29 +179,9 @@ class TrainController(RoleController):
             DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
-        return await run_async(self._ranks.forward(samples, timeout))
+        return await run_async(self._ranks.forward(samples, timeout, base=base))
 
     forward = blocking(async_forward)
-
-    async def async_forward_base(
-        self, samples: Sequence[Sample], timeout: float | None = None
-    ) -> list[Any]:
-        """Like ``forward``, by the base model of a trainer of adapters: the initial policy.
-
-        Args:
-            samples: The batch, in any order; see helmsman.api.engines.Sample.
-            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
-
-        Returns:
-            One (T,) float32 array per sample, on the host, in the order of ``samples``.
-
-        Raises:
-            GroupCallError: A rank failed, or trains no adapters; a job with one rank raises its
-                CallError.
-        """
-        return await run_async(self._ranks.forward(samples, timeout, "forward_base"))
-
-    forward_base = blocking(async_forward_base)
 
     async def async_save(
         self,

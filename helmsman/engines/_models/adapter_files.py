@@ -80,8 +80,15 @@ def write_received(folder: str, buckets: Iterable[Mapping[str, torch.Tensor]]) -
     """Write an adapter that a trainer has sent, by names in files; its scale is 1.
 
     Raises:
+        ValueError: There is no folder, because the instance takes no adapters.
         OSError: The files cannot be written.
     """
+    if not folder:
+        raise ValueError(
+            "a trained adapter arrived at an instance of vLLM that takes none: max_lora_rank is 0, "
+            "or it spans nodes. Set max_lora_rank to the adapter's rank or more, or send the whole "
+            "model (WeightFormat.adapters False)"
+        )
     own = {
         ".".join(place_of(name)): tensor.to("cpu", copy=True)  # a bucket's memory is used again
         for bucket in buckets
@@ -105,24 +112,57 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
     Raises:
         ValueError: The folder is missing or incomplete, or has another kind of adapter.
     """
-    path = os.path.join(folder, CONFIG_FILE)
+    entries, tensors = _read_entries(folder), _read_tensors(folder)
+    layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
+    every = [f"{layer}.{part}" for layer in layers for part in PARTS]
+    if lost := [name for name in every if name not in tensors]:
+        raise refused(folder, f"{TENSOR_FILE} lacks {lost[0]}", _EXPECTED, "Save it again")
+    ranks = {len(tensors[f"{layer}.{PARTS[0]}"]) for layer in layers}
+    rank, alpha = entries.get("r"), entries.get("lora_alpha")
+    if ranks != {rank}:
+        raise refused(
+            folder,
+            f"r is {rank}, but the matrices have {sorted(ranks)}",
+            _EXPECTED,
+            "Save it again",
+        )
+    if not isinstance(alpha, int | float) or alpha <= 0:
+        raise refused(
+            folder,
+            f"{CONFIG_FILE} has lora_alpha: {json.dumps(alpha)}",
+            "a number above 0",
+            "Save it again",
+        )
+    form = Adapter(
+        rank=next(iter(ranks)),
+        alpha=float(alpha),
+        layers=layers,
+        has_root_scale=bool(entries.get("use_rslora")),
+    )
+    return form, tensors
+
+
+def _read_entries(folder: str) -> Mapping[str, Any]:
+    """Read adapter_config.json, and refuse what it says of another arithmetic."""
     try:
-        with open(path, "rb") as file:
-            entries: dict[str, Any] = json.load(file)
+        with open(os.path.join(folder, CONFIG_FILE), "rb") as file:
+            entries: Any = json.load(file)
     except (OSError, ValueError) as error:
         raise refused(
             folder, f"{CONFIG_FILE} cannot be read ({error})", _EXPECTED, "Give its full path"
         ) from error
+    if not isinstance(entries, Mapping):
+        raise refused(folder, f"{CONFIG_FILE} is no mapping", _EXPECTED, "Save it again")
     for field, usual in _DIFFERENT.items():
-        if field in entries and entries[field] not in usual:
+        if entries.get(field, usual[0]) not in usual:
             raise refused(
                 folder,
                 f"{CONFIG_FILE} has {field}: {json.dumps(entries[field])}",
-                f"{field}: {json.dumps(usual[0])}",
+                f"{field}: {json.dumps(usual[0])}" if usual[0] else f"no {field}",
                 "Helmsman trains W x + scale * B (A x) only; merge this adapter into its base "
                 "model (merge_and_unload) and give the merged model",
             )
-    initial: Any = entries.get("init_lora_weights")
+    initial = entries.get("init_lora_weights")
     if isinstance(initial, str) and initial.lower().startswith(_CHANGES_BASE):
         raise refused(
             folder,
@@ -132,58 +172,33 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
             "path_initial_model_for_weight_conversion, or merge it (merge_and_unload) and give the "
             "merged model",
         )
-    if not os.path.isfile(os.path.join(folder, TENSOR_FILE)):
+    return entries
+
+
+def _read_tensors(folder: str) -> dict[str, torch.Tensor]:
+    """Read adapter_model.safetensors; returns its matrices by name in the model."""
+    path = os.path.join(folder, TENSOR_FILE)
+    if not os.path.isfile(path):
         raise refused(
             folder, f"it has no {TENSOR_FILE}", _EXPECTED, "Save it with save_pretrained again"
         )
     try:
-        stored = load_file(os.path.join(folder, TENSOR_FILE))
+        stored = load_file(path)
     except (OSError, SafetensorError) as error:
         raise refused(
             folder, f"{TENSOR_FILE} cannot be read ({error})", _EXPECTED, "Copy it again"
         ) from error
-    tensors: dict[str, torch.Tensor] = {}
+    if not stored:
+        raise refused(folder, f"{TENSOR_FILE} is empty", _EXPECTED, "Save it again")
     for name, tensor in stored.items():
-        layer, part = place_of(name)
-        if part not in PARTS or not name.startswith(PREFIX) or tensor.dim() != 2:
+        if not is_adapter_in_files([name]) or tensor.dim() != 2:
             raise refused(
                 folder,
                 f"{TENSOR_FILE} has {name} {tuple(tensor.shape)}",
                 f"matrices {PREFIX}<layer>.lora_A.weight and lora_B.weight only",
                 "Merge this adapter into its base model (merge_and_unload) and give that",
             )
-        tensors[f"{layer}.{part}"] = tensor
-    layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
-    if lost := [
-        f"{layer}.{part}" for layer in layers for part in PARTS if f"{layer}.{part}" not in tensors
-    ]:
-        raise refused(folder, f"{TENSOR_FILE} lacks {lost[0]}", _EXPECTED, "Save it again")
-    if not layers:
-        raise refused(folder, f"{TENSOR_FILE} is empty", _EXPECTED, "Save it again")
-    ranks = {len(tensors[f"{layer}.lora_A"]) for layer in layers}
-    rank: Any = entries.get("r")
-    if ranks != {rank}:
-        raise refused(
-            folder,
-            f"r is {rank}, but the matrices have {sorted(ranks)}",
-            _EXPECTED,
-            "Save it again",
-        )
-    alpha: Any = entries.get("lora_alpha")
-    if not isinstance(alpha, int | float) or alpha <= 0:
-        raise refused(
-            folder,
-            f"{CONFIG_FILE} has lora_alpha: {json.dumps(alpha)}",
-            "a number above 0",
-            "Save it again",
-        )
-    form = Adapter(
-        rank=int(rank),
-        alpha=float(alpha),
-        layers=layers,
-        has_root_scale=bool(entries.get("use_rslora")),
-    )
-    return form, tensors
+    return {".".join(place_of(name)): tensor for name, tensor in stored.items()}
 
 
 def write_adapter(

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from helmsman.api.errors import ParallelLayoutError
+from helmsman.engines._models.adapter_layers import PARTS
 
 _COLUMN_STYLES = {"colwise", "colwise_gather_output", "colwise_rep"}
 _ROW_STYLES = {"rowwise", "rowwise_split_input", "rowwise_rep"}
@@ -78,7 +79,7 @@ class TensorPlan:
             if inner_name in self._styles:
                 # All ranks have built the same weights, so nothing needs to be sent.
                 parallelize_module(inner, mesh, self._style(inner_name), src_data_rank=None)
-                if hasattr(inner, "lora_A"):
+                if hasattr(inner, PARTS[0]):
                     _split_adapter(inner, mesh, is_row=self._styles[inner_name] in _ROW_STYLES)
                 if isinstance(inner, nn.Embedding):
                     _keep_padding_fixed(inner)
@@ -232,10 +233,10 @@ def _replicate_input(module: nn.Module, mesh: DeviceMesh) -> None:
 def _split_adapter(layer: nn.Module, mesh: DeviceMesh, *, is_row: bool) -> None:
     """Split B by the outputs of its layer, or A by its inputs; the other one is small."""
     places = (Shard(1), Replicate()) if is_row else (Replicate(), Shard(0))
-    for part, place in zip(("lora_A", "lora_B"), places, strict=True):
-        whole: Any = getattr(layer, part)
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        split = distribute_tensor(whole.detach(), mesh, [place], src_data_rank=None)
+    for part, place in zip(PARTS, places, strict=True):
+        like = getattr(layer, part)  # its values come after all splits
+        empty = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        split = distribute_tensor(empty, mesh, [place], src_data_rank=None)
         layer.register_parameter(part, nn.Parameter(split))
 
 

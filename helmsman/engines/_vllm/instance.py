@@ -78,7 +78,11 @@ class VLLMInstance:
         """The adapter of requests when no loaded one is chosen."""
         self._retired: list[TrainedAdapter] = []
         """Earlier ones, with which requests in flight end."""
-        self._folders = tempfile.TemporaryDirectory(prefix="helmsman-adapters-")
+        self._folders = (
+            tempfile.TemporaryDirectory(prefix="helmsman-adapters-")
+            if config.max_lora_rank
+            else None
+        )
         self._watch: asyncio.Task[None] | None = None
         self._died: asyncio.Event = asyncio.Event()
         self._cache_usage = 0.0
@@ -164,7 +168,8 @@ class VLLMInstance:
         self._died.set()
         if self._others is not None:
             self._others.close()
-        self._folders.cleanup()
+        if self._folders is not None:
+            self._folders.cleanup()
         if self._llm is not None:
             self._llm.shutdown()
             await asyncio.sleep(0)  # let the loop run vLLM's close callbacks
@@ -293,9 +298,7 @@ class VLLMInstance:
             self.requests.hold()
             try:
                 await self._stop_decoding()
-                # A version can come again, while requests use the folder that it had before.
-                name = f"{next(self._folder_numbers)}-version-{version}"
-                folder = os.path.join(self._folders.name, name)
+                folder = self._new_folder(version)
                 if await self._transfer.carry(weights, self._on_all_ranks, folder):
                     await self._take_adapter(folder, version)
                     return version
@@ -314,20 +317,20 @@ class VLLMInstance:
                 await self._go_on()
             return version
 
+    def _new_folder(self, version: int) -> str:
+        """Return a folder for an adapter; '' if this instance takes none.
+
+        A version can come again, while requests use the folder that it had before.
+        """
+        if self._folders is None or self._others is not None:
+            return ""
+        name = f"{next(self._folder_numbers)}-version-{version}"
+        return os.path.join(self._folders.name, name)
+
     async def _take_adapter(self, folder: str, version: int) -> None:
         """Use an adapter for new requests; those in flight end with the one they began with."""
         from vllm.lora.request import LoRARequest
 
-        if not self.config.max_lora_rank:
-            raise ValueError(
-                "a trained adapter arrived, but max_lora_rank is 0; set it to the rank of the "
-                "adapter or more"
-            )
-        if self._others is not None:
-            raise ValueError(
-                "a trained adapter arrived at an instance that spans nodes; send the whole model "
-                "(WeightFormat.adapters False)"
-            )
         if not self.state.is_whole:
             raise base_is_gone()
         if not self._has_base:

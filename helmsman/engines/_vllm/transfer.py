@@ -53,7 +53,7 @@ class VLLMTransfer:
         self._forms: list[Expected] = []
 
     async def carry(self, weights: Weights, call: Call, folder: str) -> bool:
-        """Load these weights on every rank, or write an adapter to ``folder``.
+        """Load these weights on every rank, or write an adapter to ``folder``, if it is not ''.
 
         Returns whether it was an adapter, which is not loaded yet.
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helmsman.engines._models.distributed import named_tensors
 from helmsman.engines._models.files import (
     FolderWriter,
     check_replaceable,
@@ -40,7 +39,7 @@ def export_hf(
     model: nn.Module,
     path: str,
     *,
-    tensors: Mapping[str, torch.Tensor] | None = None,
+    tensors: Mapping[str, torch.Tensor],
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     source: str | None = None,
@@ -53,7 +52,7 @@ def export_hf(
     Args:
         model: The sharded model.
         path: Folder to write.
-        tensors: The model's tensors by name; None for all that it has.
+        tensors: The tensors to write, by name in the model.
         dtype: Type to cast floating-point tensors to; None keeps theirs.
         max_shard_bytes: Largest size of a file in bytes; a larger tensor gets its own file.
         source: Folder from which the tokenizer is copied; None for no tokenizer.
@@ -77,7 +76,7 @@ def export_hf(
         )
 
     send_all(
-        named_tensors(model) if tensors is None else tensors,
+        tensors,
         gather,
         cast,
         max_shard_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -76,6 +77,16 @@ def limits_s(engine: FSDPTrainEngine) -> set[float]:
         for each in groups
         if each is not None
     }
+
+
+def mean_loss(model: Any, samples: Sequence[dict[str, Any]]) -> torch.Tensor:
+    """Return the mean loss of all tokens but the first ones, by plain torch."""
+    losses = []
+    for sample in samples:
+        tokens = torch.tensor(sample["input_ids"])
+        logits = model(input_ids=tokens[None]).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum"))
+    return torch.stack(losses).sum() / sum(len(each["input_ids"]) - 1 for each in samples)
 
 
 def train(engine: FSDPTrainEngine, num_steps: int) -> list[dict[str, float]]:

@@ -29,6 +29,7 @@ from tests.engines.train.layouts import (
     SAMPLES,
     TENSOR,
     Case,
+    mean_loss,
     require_equal,
     run_cases,
 )
@@ -88,12 +89,7 @@ def test_train_equals_restatement(make: Make, tmp_path: Path) -> None:
     adapters = [each for each in reference.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(3):
-        losses = []
-        for sample in SAMPLES:
-            tokens = torch.tensor(sample["input_ids"])
-            logits = reference(input_ids=tokens[None]).logits[0, :-1]
-            losses.append(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum"))
-        loss = torch.stack(losses).sum() / sum(len(each["input_ids"]) - 1 for each in SAMPLES)
+        loss = mean_loss(reference, SAMPLES)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(adapters, 1.0)
@@ -200,6 +196,11 @@ def test_publish_adapters_alone_or_merged(make: Make) -> None:
         base.publish_weights(MemoryTarget(version=0), WeightFormat(adapters=True))
 
 
+def test_write_received_by_an_instance_that_takes_none() -> None:
+    with pytest.raises(ValueError, match="max_lora_rank is 0, or it spans nodes"):
+        write_received("", [{"base_model.model.layer.lora_A.weight": torch.ones(1, 2)}])
+
+
 def test_targets_by_name_and_expression(make: Make) -> None:
     def layers(targets: Any) -> set[str]:
         model = make(model=LLAMA, lora={**LORA, "targets": targets})._built_model()
@@ -239,7 +240,7 @@ def test_subclasses_with_own_forward_left_out() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_dora": True}, "has use_dora: true, expected use_dora: false"),
+        ({"use_dora": True}, "has use_dora: true, expected no use_dora"),
         ({"modules_to_save": ["lm_head"]}, r'has modules_to_save: \["lm_head"\]'),
         ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
         ({"peft_type": "IA3"}, 'has peft_type: "IA3"'),

@@ -23,6 +23,7 @@ from tests.engines.conftest import Make
 from tests.engines.ranks import free_port
 from tests.engines.small_models import GPT2, LLAMA, QWEN2, random_tokens
 from tests.engines.train.communication import Collectives, failing_backward
+from tests.engines.train.layouts import mean_loss
 
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20)]
 LR = 1e-2
@@ -58,12 +59,7 @@ def test_train_batch_equals_plain_torch(make: Make) -> None:
         reference.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1
     )
     for _ in range(3):
-        losses = []
-        for sample in SAMPLES:
-            tokens = torch.tensor(sample["input_ids"])
-            logits = reference(input_ids=tokens[None]).logits[0, :-1]
-            losses.append(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum"))
-        loss = torch.stack(losses).sum() / sum(len(sample["input_ids"]) - 1 for sample in SAMPLES)
+        loss = mean_loss(reference, SAMPLES)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
