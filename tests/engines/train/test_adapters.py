@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 from helmsman.api.weights import MemoryTarget, WeightFormat, WeightsInMemory
-from helmsman.engines._models.adapter_files import PREFIX, read_adapter
+from helmsman.engines._models.adapter_files import PREFIX, read_adapter, write_received
 from helmsman.engines._models.adapter_layers import targets_of
 from helmsman.engines._models.checkpoint_files import is_checkpoint
 from helmsman.engines._weights.group import WeightGroup
