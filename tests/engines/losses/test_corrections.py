@@ -135,7 +135,11 @@ class Trainer(TrainController):
         """Start nothing."""
 
     def forward(
-        self, samples: Sequence[Mapping[str, Any]], timeout: float | None = None
+        self,
+        samples: Sequence[Mapping[str, Any]],
+        timeout: float | None = None,
+        *,
+        base: bool = False,
     ) -> list[Any]:
         return [torch.tensor(TRAINER)] * len(samples)
 
