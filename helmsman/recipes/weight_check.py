@@ -16,6 +16,7 @@ from helmsman import (
     SamplingParams,
     TrainController,
 )
+from helmsman.api.errors import WorkerFailedError
 from helmsman.recipes.files import append_line
 from helmsman.recipes.settings import Check
 
@@ -54,7 +55,7 @@ class WeightCheck:
         self._num_asked = 0
 
     def ask(self, rollout: RolloutController) -> dict[str, list[GenerationResult]]:
-        """Return the answers of every serving instance.
+        """Return the answers of every serving instance, without those that end meanwhile.
 
         Calls each instance directly, because the request queue would choose the instances.
         """
@@ -79,10 +80,17 @@ class WeightCheck:
             )
             return results
 
-        async def ask_all() -> list[list[GenerationResult]]:
-            return await asyncio.gather(*map(ask, serving))
+        async def ask_all() -> dict[str, list[GenerationResult]]:
+            found = await asyncio.gather(*map(ask, serving), return_exceptions=True)
+            answers = dict[str, list[GenerationResult]]()
+            for worker, result in zip(serving, found, strict=True):
+                if not isinstance(result, BaseException):
+                    answers[worker] = result
+                elif not isinstance(result, WorkerFailedError):  # its supervisor builds it again
+                    raise result
+            return answers
 
-        return dict(zip(serving, asyncio.run(ask_all()), strict=True))
+        return asyncio.run(ask_all())
 
     def compare(
         self, trainer: TrainController, answers: dict[str, list[GenerationResult]], step: int
@@ -95,12 +103,14 @@ class WeightCheck:
             step: Number of the step.
 
         Returns:
-            Metrics of the differences.
+            Metrics of the differences; none where no instance has answered.
 
         Raises:
             WeightsDifferError: A difference exceeds the tolerance, or an instance serves another
                 weight version.
         """
+        if not answers:
+            return {}
         version = trainer.get_version()
         asked = [
             (worker, prompt, each)

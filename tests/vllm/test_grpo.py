@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helmsman.recipes.tiny_model import make_model
-from tests.recipes.runs import lines, require_served_weights, run, write_reward
+from tests.recipes.processes import finish
+from tests.recipes.runs import Runs, lines, require_served_weights, run, write_reward
 from tests.unit.recipes.data import write_jsonl
 
 pytestmark = pytest.mark.timeout(600)
@@ -59,3 +61,28 @@ def test_grpo_on_ray_learns(tmp_path: Path) -> None:
     metrics = train(tmp_path, 10, "--rewards", rewards, *tracking)
     assert all("reward/math/mean" in each for each in metrics[1:])
     assert metrics[-1]["reward/digits/mean"] > metrics[1]["reward/digits/mean"]
+
+
+def test_grpo_adapters_served_over_twenty_updates(tmp_path: Path) -> None:
+    """Adapters alone are sent beside requests in flight, and the instance is killed twice."""
+    runs = Runs(make_model(tmp_path / "model"), write_jsonl(tmp_path / "sums.jsonl"), tmp_path)
+    out = tmp_path / "out"
+    flags = shlex.split(
+        "--steps 20 --rollout.engine vllm --rollout.staleness 1 --rollout.oversample 1.5 "
+        "--train.engine.lora.rank 4 --train.lr 1e-2 --check-weights "
+        """--rollout.engine_args '{"enforce_eager": true}' """
+        """--cluster.env_vars '{"VLLM_CPU_KVCACHE_SPACE": "1"}'"""
+    )
+    kills = [("rollout", 5), ("rollout", 12)]
+    printed, num_killed = finish(runs.start("out", *flags), out, kills)
+    assert num_killed == len(kills), printed
+    checks, metrics = lines(out / "checks.jsonl"), runs.metrics("out")
+    assert [each["weight_version"] for each in metrics] == list(range(21))
+    assert max(each["staleness/max"] for each in metrics[1:]) == 1
+    # An instance that is killed during a check is checked after the next update.
+    assert len(checks) >= 20 - num_killed
+    assert checks[-1]["step"] == 20
+    assert all(each["max_diff"] < 1e-3 and each["num_tokens"] for each in checks)
+    firsts = [each["logprobs"]["rollout/0"][0] for each in checks]
+    assert all(before != after for before, after in zip(firsts, firsts[1:], strict=False))
+    print(f"at most {max(each['max_diff'] for each in checks):.1e} apart")
