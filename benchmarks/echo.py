@@ -25,14 +25,12 @@ import msgspec
 from helmsman._wire.auth import authenticate_connector, connect
 from helmsman._wire.codec import encode
 from helmsman._wire.messages import Reply, Request, Verb
+from helmsman._wire.session import HELLO, WELCOME, Session
 from helmsman._wire.stream import Stream
 from helmsman._wire.wire import (
-    HELLO,
-    WELCOME,
     FrameReader,
     ReplyFrame,
     RequestFrame,
-    Session,
     WirePayload,
     decode_reply,
     decode_request,

@@ -18,8 +18,9 @@ import psutil
 from helmsman._process.pulse import Pulse
 from helmsman._wire.codec import encode
 from helmsman._wire.messages import Request, Verb, WorkerIdentity
+from helmsman._wire.session import Session
 from helmsman._wire.tls import server_tls
-from helmsman._wire.wire import Outgoing, Session
+from helmsman._wire.wire import Outgoing
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._server import channel

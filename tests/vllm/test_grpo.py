@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from pathlib import Path
@@ -84,5 +85,5 @@ def test_grpo_adapters_served_over_twenty_updates(tmp_path: Path) -> None:
     assert checks[-1]["step"] == 20
     assert all(each["max_diff"] < 1e-3 and each["num_tokens"] for each in checks)
     firsts = [each["logprobs"]["rollout/0"][0] for each in checks]
-    assert all(before != after for before, after in zip(firsts, firsts[1:], strict=False))
+    assert all(before != after for before, after in itertools.pairwise(firsts))
     print(f"at most {max(each['max_diff'] for each in checks):.1e} apart")

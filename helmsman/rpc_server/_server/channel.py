@@ -1,7 +1,7 @@
 """Worker's end of its channel: decodes requests from authenticated sockets, and sends replies.
 
 A connection may be lost while the worker lives. The controller then reconnects and resumes its
-session (wire.py), so that each request and each reply arrives exactly once.
+session (session.py), so that each request and each reply arrives exactly once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from helmsman._wire.codec import Payload, encode
 from helmsman._wire.door import BACKLOG
 from helmsman._wire.messages import ENGINE_WORK, Reply, Request
 from helmsman._wire.segments import ShmSegment
+from helmsman._wire.session import HELLO, WELCOME, Session
 from helmsman._wire.tls import ServerTls
 from helmsman._wire.wire import (
-    HELLO,
-    WELCOME,
     ReplyFrame,
-    Session,
     WirePayload,
     decode_request,
     encode_frame,

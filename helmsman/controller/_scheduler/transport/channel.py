@@ -25,14 +25,12 @@ from helmsman._wire.codec import Payload
 from helmsman._wire.memory import populate
 from helmsman._wire.messages import Reply
 from helmsman._wire.segments import ShmSegment
+from helmsman._wire.session import HELLO, WELCOME, Session
 from helmsman._wire.stream import WOULD_BLOCK, Stream
 from helmsman._wire.wire import (
-    HELLO,
     LENGTH_BYTES,
-    WELCOME,
     FrameReader,
     Outgoing,
-    Session,
     decode_reply,
     from_wire,
     pack_length,

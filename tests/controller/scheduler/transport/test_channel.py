@@ -17,17 +17,9 @@ from helmsman._process.pulse import find_page, observe
 from helmsman._wire.auth import connect
 from helmsman._wire.codec import Payload, decode, encode
 from helmsman._wire.messages import Reply, Request, Verb
+from helmsman._wire.session import HELLO, WELCOME, Session
 from helmsman._wire.stream import Stream
-from helmsman._wire.wire import (
-    HELLO,
-    WELCOME,
-    Outgoing,
-    ReplyFrame,
-    Session,
-    encode_frame,
-    pack_length,
-    to_wire,
-)
+from helmsman._wire.wire import Outgoing, ReplyFrame, encode_frame, pack_length, to_wire
 from helmsman.api.errors import WorkerBacklogError
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._placement.placement import Placement

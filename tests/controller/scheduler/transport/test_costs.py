@@ -15,7 +15,8 @@ from helmsman._wire import wire as wire_module
 from helmsman._wire.codec import encode
 from helmsman._wire.messages import Reply, Request, Verb
 from helmsman._wire.segments import ShmSegment, pack
-from helmsman._wire.wire import ReplyFrame, RequestFrame, Session, encode_frame, to_wire
+from helmsman._wire.session import Session
+from helmsman._wire.wire import ReplyFrame, RequestFrame, encode_frame, to_wire
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._scheduler.local import LocalScheduler
 from tests.contract.engines import Counter
