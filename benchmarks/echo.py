@@ -57,7 +57,7 @@ def _wire(value: Any) -> WirePayload:
 _ANSWERS = {
     Verb.HEALTH: _wire(msgspec.msgpack.encode(_HEALTH)),
     Verb.LEASE_PORTS: _wire([20000]),
-    Verb.DESTROY: _wire([]),
+    Verb.DESTROY: _wire(([], [])),  # problems, engines that are not destroyed
 }
 _NOTHING = _wire(None)
 
