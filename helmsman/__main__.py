@@ -14,6 +14,8 @@ AGENTS = {
     "chat-check": "check whether a model's chat template only appends, before training agents"
 }
 """Commands for agents and their help texts."""
+RECORDED = {"rollouts": "show and search the recorded rollouts of a run"}
+"""Commands for recorded rollouts and their help texts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from helmsman.agents.checking import main as check_chat
 
         return check_chat(given[1:])
+    if given and given[0] in RECORDED:
+        from helmsman.recipes.rollouts import main as show_rollouts
+
+        return show_rollouts(given[1:])
     from helmsman._cli import main as run_command
 
-    return run_command(given, recipes={**RECIPES, **AGENTS})
+    return run_command(given, recipes={**RECIPES, **AGENTS, **RECORDED})
 
 
 if __name__ == "__main__":

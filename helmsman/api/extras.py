@@ -16,7 +16,7 @@ _PACKAGES = {
     "agents": ("jinja2", "mcp"),
     "vllm": ("vllm",),
     "math": ("math_verify",),
-    "data": ("datasets",),
+    "data": ("datasets", "pyarrow"),
     "tracking": ("tensorboard", "wandb"),
     "metrics": ("prometheus_client",),
 }

@@ -59,6 +59,10 @@ class Group(msgspec.Struct, frozen=True):
 
     draw: Draw
     answers: list[Answer]
+    started: float = 0.0
+    """Unix time at which the first answer began, in seconds."""
+    seconds: float = 0.0
+    """Time until all answers were complete and rewarded."""
 
     @property
     def judged(self) -> list[tuple[Row, Scored]]:

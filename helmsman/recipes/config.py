@@ -147,7 +147,7 @@ def resolve(settings: S) -> S:
         missing = {name: preset[name] for name, value in given.items() if value is None}
         filled = msgspec.structs.replace(settings.algorithm, **missing)
         settings = msgspec.structs.replace(settings, algorithm=filled)
-        for check in (_check_cluster, _check_rewards, _check_rest):
+        for check in (_check_cluster, _check_rewards, _check_recorded, _check_rest):
             check(settings)
     return settings
 
@@ -503,7 +503,7 @@ def _check_data(settings: RunSettings) -> None:
 
 def _check_cluster(settings: GRPOSettings) -> None:
     cluster, rollout = settings.cluster, settings.rollout
-    if cluster.rollout_spans_nodes:
+    if cluster.rollout_spans_nodes and not rollout.is_recorded:
         spans = (
             f"cluster.rollout_devices is {cluster.rollout_devices}, more than "
             f"cluster.devices_per_node, {cluster.devices_per_node}, so that an instance spans nodes"
@@ -570,12 +570,25 @@ def _check_rewards(settings: GRPOSettings) -> None:
         raise ValueError(f"evaluation.reward is {right!r}; the rewards are {', '.join(names)}")
 
 
+def _check_recorded(settings: GRPOSettings) -> None:
+    rollout = settings.rollout
+    if rollout.is_recorded != bool(rollout.recorded):
+        raise ValueError(
+            f"rollout.recorded is {rollout.recorded!r} and rollout.engine is {rollout.engine!r}; "
+            "expected the engine 'recorded' with the output folder of a run with rollout.record"
+        )
+    if rollout.is_recorded and (rollout.record or settings.check.weights):
+        name = "rollout.record" if rollout.record else "check.weights"
+        raise ValueError(f"{name} is true; expected false with rollout.engine 'recorded'")
+
+
 def _check_rest(settings: GRPOSettings) -> None:
     evaluation, algorithm = settings.evaluation, settings.algorithm
     engine = settings.rollout.engine
-    if engine not in ENGINES and "." not in engine:
+    if engine not in (*ENGINES, "recorded") and "." not in engine:
         raise ValueError(
-            f"rollout.engine is {engine!r}; expected {', '.join(ENGINES)}, or a class's import path"
+            f"rollout.engine is {engine!r}; expected {', '.join(ENGINES)}, recorded, or a class's "
+            "import path"
         )
     if "." not in algorithm.loss and algorithm.loss not in LOSS_NAMES:
         raise ValueError(

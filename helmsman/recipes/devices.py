@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from helmsman import DeviceHandoff, RolloutController, TrainController
+from helmsman import DeviceHandoff, RolloutController, TrainController, WeightSync
 from helmsman.recipes.prompts import Dataset
 from helmsman.recipes.roles import make_sync, sends_adapters
 from helmsman.recipes.run import Clock
@@ -17,12 +17,13 @@ class Devices:
 
     With devices of their own, the instances receive the weights by ``sync`` after each step. Shared
     devices are handed over in turns: the trainer owns them between steps, for checkpoints, and a
-    hand-over to the instances sends the weights. The methods of the other case do nothing.
+    hand-over to the instances sends the weights. The methods of the other case do nothing, and
+    without instances all do nothing.
 
     Args:
         settings: The settings of the run.
         trainer: The controller of the policy.
-        rollout: The controller of the rollout instances.
+        rollout: The controller of the rollout instances; None without any.
         dataset: Prompts for the check.
         clock: Measures the phases.
     """
@@ -31,11 +32,16 @@ class Devices:
         self,
         settings: GRPOSettings,
         trainer: TrainController,
-        rollout: RolloutController,
+        rollout: RolloutController | None,
         dataset: Dataset,
         clock: Clock,
     ) -> None:
         self._trainer, self._rollout, self._clock = trainer, rollout, clock
+        self._sync: WeightSync | None = None
+        self._turns: DeviceHandoff | None = None
+        self._check: WeightCheck | None = None
+        if rollout is None:
+            return
         self._sync = make_sync(settings, trainer, rollout)
         # Over-sampled episodes may have open requests when a batch is complete: hold them until the
         # instances have the devices again.
@@ -57,7 +63,7 @@ class Devices:
 
     def begin(self, step: int, checkpoint: Path | None) -> None:
         """Send the trainer's weights to the instances; see Part."""
-        if self._turns is None:
+        if self._sync is not None and self._turns is None:
             self._sync.push()
 
     def save(self, folder: Path) -> None:
@@ -78,7 +84,7 @@ class Devices:
         Returns:
             Metrics of the check.
         """
-        if self._turns is None:
+        if self._turns is None or self._rollout is None:
             return {}
         check = self._check if check_of else None
         answers = {} if check is None else check.ask(self._rollout)
@@ -92,7 +98,7 @@ class Devices:
         Returns:
             Metrics of sync and check.
         """
-        if self._turns is not None:
+        if self._sync is None or self._rollout is None or self._turns is not None:
             return {}
         with self._clock.phase("sync"):
             metrics = {"sync/bytes": float(self._sync.push().num_bytes)}

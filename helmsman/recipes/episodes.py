@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from helmsman import BoundedStaleness, HelmsmanError, WorkflowExecutor
 from helmsman.recipes.answers import Answers
 from helmsman.recipes.batches import Group
 from helmsman.recipes.failures import note_failures
 from helmsman.recipes.prompts import Draw, Draws
+from helmsman.recipes.recorded import Recording
 from helmsman.recipes.settings import GRPOSettings
 
 
@@ -25,10 +30,14 @@ class Episodes:
         settings: The settings of the run.
         draws: The order of the prompts.
         answers: The answers, which are kept until a checkpoint has recorded that they were used.
+        recording: Writes the groups, or has those of another run, as the settings ask for.
     """
 
-    def __init__(self, settings: GRPOSettings, draws: Draws, answers: Answers) -> None:
+    def __init__(
+        self, settings: GRPOSettings, draws: Draws, answers: Answers, recording: Recording
+    ) -> None:
         self._settings, self._draws, self._answers = settings, draws, answers
+        self._recording = recording
         self._executor: WorkflowExecutor | None = None
         self._source: Iterator[Draw] = iter(())
         self._used: list[Draw] = []
@@ -42,6 +51,7 @@ class Episodes:
     def begin(self, step: int, checkpoint: Path | None) -> None:
         """Drop all episodes; see Part."""
         self.close()
+        self._recording.begin(step)
         self._num_filtered, self._used = 0, []
         self._answers.begin(step)
 
@@ -65,14 +75,17 @@ class Episodes:
         Raises:
             NothingToLearnError: Dynamic sampling discarded too many prompts in a row.
             RewardFailedError: A reward failed that may not fail, or too many did.
+            RecordingError: The recorded groups are damaged, or do not fit the run.
         """
         settings, rollout = self._settings, self._settings.rollout
+        if rollout.is_recorded:
+            return self._recording.read(step, self._draws)
         if self._executor is None:
             policy = BoundedStaleness(
                 rollout.staleness, keep=self._keep, oversample=rollout.oversample
             )
             self._executor = WorkflowExecutor(
-                episode, batch_policy=policy, episode_timeout=rollout.episode_timeout
+                _timed(episode), batch_policy=policy, episode_timeout=rollout.episode_timeout
             )
             self._source = iter(self._draws)
         self._executor.set_version(step - 1)
@@ -93,12 +106,15 @@ class Episodes:
         num_failed = note_failures(Path(settings.out), step, judged, f"the batch of step {step}")
         least = 1 if settings.algorithm.preset == "ppo" else 2  # answers to compare
         kept = [each for each in (group.scored for group in groups) if len(each.answers) >= least]
-        return kept, {
+        metrics = {
             "reward/failed": float(num_failed),
             "groups/failed": float(len(groups) - len(kept)),
             "groups/filtered": float(num_filtered),
             "epoch": self._draws.epoch,
         }
+        if rollout.record:
+            self._recording.write(step, kept, metrics, self._draws.state())
+        return kept, metrics
 
     def go_on(self, step: int) -> None:
         """Let episodes start that need the weights of a step; shared devices are not free yet."""
@@ -129,3 +145,13 @@ class Episodes:
         """Mark a draw as used; its kept answers are needed until a checkpoint records that."""
         self._draws.use(draw.number)
         self._used.append(draw)
+
+
+def _timed(episode: Callable[[Draw], Awaitable[Group]]) -> Callable[[Draw], Awaitable[Group]]:
+    @functools.wraps(episode)  # the name stands in messages and stacks
+    async def timed(draw: Draw) -> Group:
+        started = time.time()
+        group = await episode(draw)
+        return msgspec.structs.replace(group, started=started, seconds=time.time() - started)
+
+    return timed

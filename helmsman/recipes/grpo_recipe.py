@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from helmsman import Job, RolloutController, Scheduler
+from helmsman import Checkpoints, Job, RolloutController, Scheduler
 from helmsman.agents import AgentGateway
 from helmsman.api.extras import needed_by
 from helmsman.recipes.answers import AgentAnswers, Answers, SingleAnswers, find_agent
@@ -19,10 +19,11 @@ from helmsman.recipes.critic import CriticModel
 from helmsman.recipes.devices import Devices
 from helmsman.recipes.episodes import Episodes
 from helmsman.recipes.grpo import GRPOLoop
-from helmsman.recipes.prompts import Dataset
+from helmsman.recipes.prompts import Dataset, Draws
 from helmsman.recipes.recipe import Recipe
+from helmsman.recipes.recorded import NoAnswers, Recording
 from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
-from helmsman.recipes.rewards import make_caller
+from helmsman.recipes.rewards import Caller, make_caller
 from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
 from helmsman.recipes.run import RecipeRun
 from helmsman.recipes.scorer import Scorer
@@ -111,9 +112,12 @@ class GRPO(Recipe[GRPOSettings]):
             BackendNotInstalledError: A package is missing.
         """
         dataset = super().load_data()
-        self._callers = [make_caller(reward, self.functions) for reward in self.settings.rewards]
+        self._callers, self._recording = list[Caller](), Recording(self.settings, self.tokenizer)
         if teacher := self.settings.algorithm.teacher:
             check_teacher(teacher, self.settings.model)
+        if self.settings.rollout.is_recorded:
+            return dataset  # answers have their rewards
+        self._callers = [make_caller(reward, self.functions) for reward in self.settings.rewards]
         agent = self.settings.agent
         if agent.is_given:
             with needed_by("the agent's gateway", "aiohttp"):
@@ -123,7 +127,9 @@ class GRPO(Recipe[GRPOSettings]):
         return dataset
 
     def check(self) -> None:
-        """Check that each row has the values that the rewards require."""
+        """Check that rows have the values that rewards require, and that a recording fits."""
+        if self.settings.rollout.is_recorded:
+            self._check_recording()
         for row in (*self.dataset.train, *self.dataset.held_out):
             for caller in self._callers:
                 try:
@@ -135,6 +141,29 @@ class GRPO(Recipe[GRPOSettings]):
                         "give the parameter of your own reward a default."
                     ) from error
 
+    def _check_recording(self) -> None:
+        settings, out = self.settings, Path(self.settings.out)
+        folder = Path(settings.rollout.recorded or "")
+        if not self.resume and folder.resolve().is_relative_to(out.resolve()):
+            raise ValueError(
+                f"rollout.recorded is {folder}, in the output folder, which a new run replaces. "
+                "Give another --out, or --resume to repeat the steps after the last checkpoint."
+            )
+        kept = Checkpoints(out / "checkpoints", settings.checkpoints.keep)
+        found = kept.latest() if self.resume else None
+        seed, shuffle = settings.seed, settings.data.shuffle
+        draws = Draws(self.dataset.train, num_samples=1, seed=seed, shuffle=shuffle)
+        self._recording.require(1 if found is None else found[0] + 1, draws)
+
+    def describe(self) -> str:
+        """Return a description of choices, data and recorded rollouts, one per line."""
+        text, rollout = super().describe(), self.settings.rollout
+        if rollout.record:
+            text += f"\nrollouts: recorded in {self.settings.out}"
+        if rollout.is_recorded:
+            text += f"\nrollouts: those of {rollout.recorded}; without instances and evaluations"
+        return text
+
     def jobs(self) -> list[Job]:
         """Return the jobs of trainer, rollout, reference (with a KL term) and critic (PPO)."""
         return make_jobs(self.settings)
@@ -144,8 +173,8 @@ class GRPO(Recipe[GRPOSettings]):
     ) -> Callable[[Trackers], None]:
         """Start rewards, trainer, reference, critic and rollout."""
         settings = self.settings
-        scorer = None
-        if not settings.agent.is_given:
+        scorer, is_recorded = None, settings.rollout.is_recorded
+        if not (settings.agent.is_given or is_recorded):
             scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
         ranked = {
             role: make_trainer(settings, scheduler, job)
@@ -157,15 +186,19 @@ class GRPO(Recipe[GRPOSettings]):
             controller.initialize()
             if settings.cluster.takes_turns:
                 controller.sleep()  # the next controller needs the devices
-        rollout = make_rollout(settings, scheduler, jobs["rollout"])
-        rollout.initialize()
-        answers: Answers
-        if scorer is None:
-            gateway = held.enter_context(self._gateway(rollout))
-            staleness = settings.rollout.staleness
-            answers = AgentAnswers(gateway, settings.agent, staleness, self.functions)
-        else:
-            answers = SingleAnswers(rollout, self.tokenizer, scorer)
+        rollout: RolloutController | None = None
+        answers: Answers = NoAnswers()
+        if not is_recorded:
+            rollout = make_rollout(settings, scheduler, jobs["rollout"])
+            rollout.initialize()
+            if scorer is None:
+                gateway = held.enter_context(self._gateway(rollout))
+                staleness = settings.rollout.staleness
+                answers = AgentAnswers(gateway, settings.agent, staleness, self.functions)
+            else:
+                answers = SingleAnswers(rollout, self.tokenizer, scorer)
+        elif settings.cluster.takes_turns:
+            trainer.wake()  # and keeps the devices
 
         reference: Reference | None = None
         if ranks is not None:
@@ -183,8 +216,9 @@ class GRPO(Recipe[GRPOSettings]):
             devices = Devices(settings, trainer, rollout, self.dataset, run.clock)
             critic = None if values is None else CriticModel(values, settings)
             episodes = held.enter_context(
-                contextlib.closing(Episodes(settings, run.draws, answers))
+                contextlib.closing(Episodes(settings, run.draws, answers, self._recording))
             )
+            has_judge = bool(settings.rewards) or settings.agent.is_given
             run.parts = [episodes, *([] if critic is None else [critic]), devices]
             run.others = [] if values is None else [values]
             GRPOLoop(
@@ -196,7 +230,7 @@ class GRPO(Recipe[GRPOSettings]):
                 reference=reference,
                 teacher=teacher,
                 critic=critic,
-                held_out=self.dataset.held_out if settings.rewards or scorer is None else [],
+                held_out=self.dataset.held_out if has_judge and not is_recorded else [],
                 tokenizer=self.tokenizer,
             ).train()
 

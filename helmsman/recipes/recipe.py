@@ -33,7 +33,7 @@ FILES = (
     "sessions.sqlite-journal",
     "wandb.json",
 )
-FOLDERS = ("evaluations", "model", "tensorboard", "wandb", "weights")
+FOLDERS = ("evaluations", "model", "rollouts", "tensorboard", "wandb", "weights")
 """Files and folders of a run, in addition to those of every output folder."""
 
 

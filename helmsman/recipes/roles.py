@@ -46,22 +46,9 @@ _POLICIES = {
 
 def make_jobs(settings: GRPOSettings) -> list[Job]:
     """Return the jobs in start order: trainer, rollout, reference, teacher, critic."""
-    cluster = settings.cluster
     jobs = [train_job(settings)]
-    if cluster.placement == "colocated":
-        instances, threads = cluster.rollout_instances, cluster.rollout_threads
-        jobs.append(_beside_trainer(cluster, "rollout", instances, threads))
-    else:
-        has_devices = bool(cluster.devices_per_node)
-        spec = SchedulingSpec(
-            cpu=cluster.rollout_cpus,
-            gpu=cluster.rollout_devices if has_devices else 0,
-            mem=cluster.rollout_mem,
-            port_count=1,  # for the instance's server
-            env_vars=_env_vars(cluster, cluster.rollout_threads),
-            ray_placement_strategy="deferred" if cluster.rollout_spans_nodes else "separate",
-        )
-        jobs.append(Job(role="rollout", replicas=cluster.rollout_instances, tasks=[spec]))
+    if not settings.rollout.is_recorded:
+        jobs.append(_rollout_job(settings.cluster))
     if settings.algorithm.kl_coef and settings.train.lora is None:
         jobs.append(sibling_job(settings, "reference"))
     if settings.algorithm.teacher:
@@ -83,6 +70,21 @@ def train_job(settings: RunSettings) -> Job:
         ray_placement_strategy="shared",
     )
     return Job(role="train", replicas=cluster.train_workers, tasks=[spec])
+
+
+def _rollout_job(cluster: Machines) -> Job:
+    instances, threads = cluster.rollout_instances, cluster.rollout_threads
+    if cluster.placement == "colocated":
+        return _beside_trainer(cluster, "rollout", instances, threads)
+    spec = SchedulingSpec(
+        cpu=cluster.rollout_cpus,
+        gpu=cluster.rollout_devices if cluster.devices_per_node else 0,
+        mem=cluster.rollout_mem,
+        port_count=1,  # for the instance's server
+        env_vars=_env_vars(cluster, threads),
+        ray_placement_strategy="deferred" if cluster.rollout_spans_nodes else "separate",
+    )
+    return Job(role="rollout", replicas=instances, tasks=[spec])
 
 
 def sibling_job(settings: RunSettings, role: str) -> Job:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from helmsman.agents.samples import Sample
 from helmsman.recipes.batches import Group
 from helmsman.recipes.files import append_line
 from helmsman.recipes.settings import GRPOSettings
@@ -45,14 +46,9 @@ def log_samples(
     rows = []
     for group in groups[: settings.tracking.samples]:
         answer = group.answers[0]
-        ids, new = answer.samples[0].input_ids, answer.samples[0].continuation
-        prompt = group.draw.row.prompt
-        if settings.agent.is_given:
-            prompt = tokenizer.decode(ids[: len(ids) - len(new)])
         row = SampleRow(
+            **texts_of(answer.samples[0], group, settings, tokenizer),
             step=step,
-            prompt=prompt,
-            completion=tokenizer.decode(new),
             reward=answer.reward,
             values=answer.scored.values,
         )
@@ -62,13 +58,31 @@ def log_samples(
     return table(rows) if rows and every and (step == 1 or step % every == 0) else ""
 
 
+def texts_of(
+    sample: Sample, group: Group, settings: GRPOSettings, tokenizer: FolderTokenizer
+) -> dict[str, str]:
+    """Return ``prompt`` and ``completion``, the text from the first sampled token of a sample on.
+
+    Args:
+        sample: The sample.
+        group: Its group, which has the text of the prompt; an agent writes its own.
+        settings: The settings of the run.
+        tokenizer: The tokenizer of the model.
+    """
+    new, prompt = sample.continuation, group.draw.row.prompt
+    if settings.agent.is_given:
+        prompt = tokenizer.decode(sample.input_ids[: len(sample.input_ids) - len(new)])
+    return {"prompt": prompt, "completion": tokenizer.decode(new)}
+
+
 def table(rows: Sequence[SampleRow]) -> str:
     """Format samples as a table of plain text."""
     lines = [f"  {'prompt'.ljust(_WIDTH)}  {'completion'.ljust(_WIDTH)}   reward"]
-    lines += [f"  {_cell(row.prompt)}  {_cell(row.completion)}  {row.reward:7.3f}" for row in rows]
+    lines += [f"  {cell(row.prompt)}  {cell(row.completion)}  {row.reward:7.3f}" for row in rows]
     return "\n".join(lines)
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """Format a text as a cell of a table: one line of a fixed width."""
     line = " ".join(text.split())
     return (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...").ljust(_WIDTH)

@@ -115,7 +115,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     engine: str = "hf"
     """``vllm``, ``hf`` (Helmsman's own, on transformers), ``server`` (vLLM or SGLang as a server),
-    or a class's import path."""
+    ``recorded`` (the rollouts of another run, without instances), or a class's import path."""
     engine_args: dict[str, Any] = {}
     """Other arguments of the engine."""
     max_new_tokens: Positive = 1024
@@ -140,6 +140,17 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time limit for all answers to one prompt and their rewards, in seconds."""
     policy: Literal["least_tokens", "prefix", "round_robin"] = "least_tokens"
     """Routing of requests to instances."""
+    record: bool = False
+    """Write all rollouts that are trained on into ``rollouts`` in ``out``, a parquet file for each
+    step."""
+    recorded: str | None = None
+    """Output folder of the run whose rollouts the engine ``recorded`` repeats, or its folder
+    ``rollouts``. Model, data, seed and rewards must be those of that run."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the rollouts of another run are repeated."""
+        return self.engine == "recorded"
 
 
 AGENT_REWARD = "agent"
