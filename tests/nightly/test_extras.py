@@ -20,3 +20,13 @@ def test_grpo_hf_names_install_command() -> None:
     assert "the tokenizer of a model folder needs the package 'transformers'" in output
     assert install_command("transformers") in output
     assert output.endswith("2\n")
+
+
+def test_recorded_rollouts_name_install_command() -> None:
+    show = "from helmsman.__main__ import main; print(main(['rollouts', 'step-000001.parquet']))"
+    part = "open('step-000001.parquet', 'w').close()"
+    move = "import os, tempfile; os.chdir(tempfile.mkdtemp())"
+    output = run_without(["pyarrow"], f"sys.stderr = sys.stdout\n{move}\n{part}\n{show}")
+    assert "recorded rollouts needs the package 'pyarrow'" in output
+    assert install_command("pyarrow") in output
+    assert output.endswith("2\n")

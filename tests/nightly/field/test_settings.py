@@ -140,6 +140,7 @@ CHANGES: dict[str, tuple[str, list[str]]] = {
     "rollout.top_k": ("1", []),
     "rollout.top_p": ("0.01", []),
     "rollout.temperature": ("0.01", []),
+    "rollout.recorded": ("DATA/elsewhere", []),
     "algorithm.preset": ("ppo", []),
     "algorithm.normalize_std": ("false", []),
     "algorithm.aggregation": ("constant", []),
