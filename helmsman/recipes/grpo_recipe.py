@@ -159,7 +159,7 @@ class GRPO(Recipe[GRPOSettings]):
         """Return a description of choices, data and recorded rollouts, one per line."""
         text, rollout = super().describe(), self.settings.rollout
         if rollout.record:
-            text += f"\nrollouts: recorded in {self.settings.out}"
+            text += f"\nrollouts: recorded in {self.settings.out}/rollouts"
         if rollout.is_recorded:
             text += f"\nrollouts: those of {rollout.recorded}; without instances and evaluations"
         return text

@@ -100,13 +100,15 @@ def read_part(path: Path, columns: list[str] | None = None) -> tuple[PartFacts, 
     pa, pq = _pyarrow()
     try:
         with pq.ParquetFile(path) as file:  # read_table would take a=b in a folder for a column
-            facts = msgspec.json.decode(file.schema_arrow.metadata[_FACTS], type=PartFacts)
+            if _FACTS not in (metadata := file.schema_arrow.metadata or {}):
+                raise ValueError("its metadata has no key 'helmsman'")
+            facts = msgspec.json.decode(metadata[_FACTS], type=PartFacts)
             rows = file.read(columns=columns).to_pylist(maps_as_pydicts="strict")
         return facts, rows if columns else msgspec.convert(rows, list[RolloutRow])
-    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise RecordingError(
-            f"recorded rollouts cannot be read ({path}): {type(error).__name__}: {error}, expected "
-            "a part as a run with rollout.record writes it"
+            f"recorded rollouts cannot be read ({path}): {str(error).rstrip('.')}, expected a part "
+            "as a run with rollout.record writes it"
         ) from error
 
 
@@ -169,7 +171,7 @@ class Recording:
         kinds["float"] = pa.float64()  # as Python's, so that it is read back exactly
         kinds |= {f"list[{name}]": pa.list_(kinds[name]) for name in ("int", "float")}
         kinds["dict[str, float]"] = pa.map_(pa.string(), pa.float64())
-        hints = {**Sample.__annotations__, **RolloutRow.__annotations__}
+        hints = {**RolloutRow.__annotations__, **Sample.__annotations__}
         facts = msgspec.json.encode(PartFacts(self._made_with, dict(metrics), draws))
         schema = pa.schema({name: kinds[hint] for name, hint in hints.items()}, {_FACTS: facts})
         columns = {name: [getattr(row, name) for row in rows] for name in hints}
@@ -263,7 +265,7 @@ class NoAnswers(Answers):
 
 
 def _pyarrow() -> tuple[Any, Any]:
-    with needed_by("recorded rollouts", "pyarrow"):
+    with needed_by("a recording of rollouts", "pyarrow"):
         import pyarrow
         import pyarrow.parquet
     return pyarrow, pyarrow.parquet

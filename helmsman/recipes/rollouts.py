@@ -17,8 +17,6 @@ from helmsman import HelmsmanError
 from helmsman.recipes.recorded import RecordingError, find_parts, read_part
 from helmsman.recipes.samples import cell
 
-OK, NO, USAGE = 0, 1, 2
-"""Exit codes: some rollouts match; none does; the recording cannot be read."""
 _SHOWN = ["step", "draw", "answer", "prompt", "completion", "total", "rewards", "is_truncated"]
 _SHOWN += ["started", "seconds", "session_id", "turn_rewards", "loss_mask", "versions"]
 _BEFORE = 16
@@ -32,10 +30,9 @@ def main(arguments: Sequence[str]) -> int:
         arguments: The command line after ``rollouts``.
 
     Returns:
-        The exit code.
+        0 if some rollouts match, 1 if none does, 2 if the recording cannot be read.
     """
-    text = "Show the recorded rollouts of a run, and search them."
-    parser = argparse.ArgumentParser(prog="helmsman rollouts", description=text)
+    parser = argparse.ArgumentParser("helmsman rollouts", description="Show recorded rollouts.")
     add, reward = parser.add_argument, functools.partial(parser.add_argument, type=float)
     add("run", metavar="RUN", help="output folder of a run with rollout.record, or one part of it")
     add("--step", type=steps, help="one, or some as 10-20; default: the last, or all in a search")
@@ -48,12 +45,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         options.pattern = re.compile(options.grep)
-        return OK if _show(options) else NO
+        return 0 if _show(options) else 1
     except re.error as error:
         parser.error(f"argument --grep: {options.grep!r} is no regular expression: {error}")
     except (HelmsmanError, OSError) as error:
         print(f"helmsman: {error}", file=sys.stderr)
-    return USAGE
+    return 2
 
 
 def steps(text: str) -> range:

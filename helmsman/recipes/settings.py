@@ -144,8 +144,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Write all rollouts that are trained on into ``rollouts`` in ``out``, a parquet file for each
     step."""
     recorded: str | None = None
-    """Output folder of the run whose rollouts the engine ``recorded`` repeats, or its folder
-    ``rollouts``. Model, data, seed and rewards must be those of that run."""
+    """Output folder of the run whose rollouts the engine ``recorded`` repeats. That run had the
+    same tokenizer, prompts and rewards."""
 
     @property
     def is_recorded(self) -> bool:

@@ -27,6 +27,6 @@ def test_recorded_rollouts_name_install_command() -> None:
     part = "open('step-000001.parquet', 'w').close()"
     move = "import os, tempfile; os.chdir(tempfile.mkdtemp())"
     output = run_without(["pyarrow"], f"sys.stderr = sys.stdout\n{move}\n{part}\n{show}")
-    assert "recorded rollouts needs the package 'pyarrow'" in output
+    assert "a recording of rollouts needs the package 'pyarrow'" in output
     assert install_command("pyarrow") in output
     assert output.endswith("2\n")

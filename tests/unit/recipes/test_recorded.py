@@ -198,11 +198,11 @@ def test_read_part_damaged(tmp_path: Path) -> None:
         return str(caught.value)
 
     other.write_bytes(path.read_bytes()[:500])
-    assert "ArrowInvalid: Parquet magic bytes not found" in refusal()
+    assert "Parquet magic bytes not found" in refusal()
     other.write_text('{"prompt": "a"}\n')
-    assert "ArrowInvalid" in refusal()
+    assert "Parquet magic bytes not found" in refusal()
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), other)
-    assert "a part as a run with rollout.record writes it" in refusal()
+    assert "no key 'helmsman', expected a part as a run with rollout.record" in refusal()
     pyarrow.parquet.write_table(whole.drop_columns(["logprobs"]), other)
     assert "missing required field `logprobs` - at `$[0]`" in refusal()
     nulls = pyarrow.array([None] * len(whole), pyarrow.int32())
@@ -303,7 +303,7 @@ def test_rollouts_refusals(run: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "there are no recorded rollouts (" in capsys.readouterr().err
     find_parts(tmp_path)[2].write_bytes(b"nonsense")
     assert main(["rollouts", run]) == 2
-    assert "step-000002.parquet): ArrowInvalid" in capsys.readouterr().err
+    assert "step-000002.parquet): Parquet" in capsys.readouterr().err
     for flag, value in (("--grep", "["), ("--step", "last")):
         with pytest.raises(SystemExit):
             main(["rollouts", run, flag, value])
