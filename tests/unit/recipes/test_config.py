@@ -205,7 +205,7 @@ def test_load_origin_of_values(file: Path) -> None:
         (("evaluation.top_p", "0"), "evaluation.top_p is 0; expected more than 0"),
         (
             ("rollout.engine", "vlm"),
-            "rollout.engine is 'vlm'; expected vllm, hf, server, recorded, or a class's import path",
+            "rollout.engine is 'vlm'; expected vllm, hf, server, recorded, or a class's",
         ),
         (
             ("rewards.use", "math"),
