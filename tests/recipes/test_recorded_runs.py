@@ -79,7 +79,7 @@ def test_recording_refused_before_the_start(runs: Runs, capsys: pytest.CaptureFi
     ):
         assert runs.here("out", *TWO_STEPS, *replay(source), *more) == 2
         assert message in capsys.readouterr().err
-    assert num_steps(source) == 2
+    assert num_steps(source) == 3, "with step 0"
     assert num_steps(runs.folder / "out") == 0
 
 
