@@ -48,6 +48,8 @@ class RolloutRow(Sample, kw_only=True):
     """Text before the first sampled token; of an agent, its own."""
     completion: str
     """Text from the first sampled token on, without special tokens."""
+    expected: str
+    """The answer in the data; empty without one."""
     total: float
     """Weighted sum of the answer's rewards, before the overlong penalty."""
     rewards: dict[str, float]
@@ -157,6 +159,7 @@ class Recording:
                 step=step,
                 draw=group.draw.number,
                 answer=number,
+                expected="" if (right := group.draw.row.answer) is None else str(right),
                 total=answer.scored.total,
                 rewards=answer.scored.values,
                 started=group.started,

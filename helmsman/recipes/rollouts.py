@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import re
 import sys
@@ -17,10 +16,8 @@ from helmsman import HelmsmanError
 from helmsman.recipes.recorded import RecordingError, find_parts, read_part
 from helmsman.recipes.samples import cell
 
-_SHOWN = ["step", "draw", "answer", "prompt", "completion", "total", "rewards", "is_truncated"]
-_SHOWN += ["started", "seconds", "session_id", "turn_rewards", "loss_mask", "versions"]
-_BEFORE = 16
-"""Characters before a match that a table shows."""
+_SHOWN = ["step", "draw", "answer", "prompt", "completion", "expected", "total", "rewards"]
+_SHOWN += ["is_truncated", "started", "seconds", "turn_rewards", "versions", "loss_mask"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,12 +30,12 @@ def main(arguments: Sequence[str]) -> int:
         0 if some rollouts match, 1 if none does, 2 if the recording cannot be read.
     """
     parser = argparse.ArgumentParser("helmsman rollouts", description="Show recorded rollouts.")
-    add, reward = parser.add_argument, functools.partial(parser.add_argument, type=float)
+    add = parser.add_argument
     add("run", metavar="RUN", help="output folder of a run with rollout.record, or one part of it")
     add("--step", type=steps, help="one, or some as 10-20; default: the last, or all in a search")
     add("--grep", default="", metavar="REGEX", help="in the prompt or the answer; (?i): any case")
-    reward("--min-reward", default=-math.inf, metavar="R", help="rewards from this one on")
-    reward("--max-reward", default=math.inf, metavar="R", help="rewards up to this one")
+    add("--min-reward", type=float, default=-math.inf, metavar="R", help="from this reward on")
+    add("--max-reward", type=float, default=math.inf, metavar="R", help="up to this reward")
     add("-n", "--lines", type=int, default=20, help="most to show; default 20; 0: all")
     add("--full", action="store_true", help="show whole texts in place of a table")
     add("--json", action="store_true", help="show a line of JSON for each")
@@ -94,9 +91,9 @@ def _text(row: dict[str, Any], options: argparse.Namespace) -> str:
     head += f"reward {row['total']:<8.3f} tokens {len(versions):<6} versions {made_by!s:<8}"
     if options.full:
         cut = "cut off" if row["is_truncated"] else ""
-        first = f"=== {head} {cut}\n{row['rewards']}\n--- prompt\n{row['prompt']}"
-        return f"{first}\n--- answer\n{row['completion']}"
+        first = f"=== {head} {cut}\n{row['rewards']}, expected: {row['expected']}"
+        return f"{first}\n--- prompt\n{row['prompt']}\n--- answer\n{row['completion']}"
     for text in (row["prompt"], row["completion"]):
         match = options.pattern.search(text)
-        head += "  " + cell(text[max(0, match.start() - _BEFORE) if match else 0 :])
+        head += "  " + cell(text[max(0, match.start() - 16) if match else 0 :])
     return head.rstrip()

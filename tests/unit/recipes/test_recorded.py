@@ -22,7 +22,7 @@ from helmsman.recipes.settings import GRPOSettings
 from tests.unit.recipes.data import settings
 
 ROWS = [
-    Row([ord("p"), number], f"prompt {number}", None, "s", {}, place="t") for number in range(4)
+    Row([ord("p"), number], f"prompt {number}", number, "s", {}, place="t") for number in range(4)
 ]
 METRICS = {"groups/filtered": 3.0, "epoch": 0.75}
 
@@ -265,7 +265,14 @@ def test_rollouts_full_text(run: str, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr()
     first, *rest = printed.out.splitlines()
     assert first.startswith("=== step 1     draw 2      answer 0   reward 1.000")
-    assert rest == ["{'exact': 1.0}", "--- prompt", "prompt 2", "--- answer", "right", "or not"]
+    assert rest == [
+        "{'exact': 1.0}, expected: 2",
+        "--- prompt",
+        "prompt 2",
+        "--- answer",
+        "right",
+        "or not",
+    ]
     assert printed.err == "1 of 6 are shown; -n 0: all\n"
 
 
