@@ -73,7 +73,7 @@ def make_group(draws: Draws, number: int) -> Group:
     """Return an answer, and a session of two branches, the first of two turns."""
     one = Answer([sample("right\nor not", 1.0)], Scored({"exact": 1.0}, 1.0), 1.0)
     branches = [sample("long", 0.0, turns=2, version=1), sample("wrong", 0.0)]
-    return Group(draws.draw(number), [one, Answer(branches, Scored({}, 0.1 + 0.2), 0.3)], 7.5, 2.0)
+    return Group(draws.draw(number), [one, Answer(branches, Scored({}, 0.7), 0.7)], 7.5, 2.0)
 
 
 def write(out: Path, *steps: int, **more: Any) -> list[list[Group]]:
@@ -85,8 +85,10 @@ def write(out: Path, *steps: int, **more: Any) -> list[list[Group]]:
 
 
 def test_recording_reads_back_exactly(tmp_path: Path) -> None:
-    (written,) = write(tmp_path / "a=b", 1)  # pyarrow takes such a name for a column
-    recording, found, draws = make_recording(tmp_path / "a=b", reads=True)
+    out = tmp_path / "a=b"  # pyarrow takes such a name for a column
+    out.mkdir()
+    (written,) = write(out, 1)
+    recording, found, draws = make_recording(out, reads=True)
     groups, metrics = recording.read(1, draws)
     assert metrics == METRICS
     assert draws.state() == DrawState(3, [5])
@@ -288,8 +290,8 @@ def test_rollouts_search(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert longs[0]["num_tokens"] == 4
     assert longs[0]["is_truncated"] is True
     assert len(found("--grep", "prompt 1")) == 6, "prompts are searched, too"
-    assert len(found("--max-reward", "0.5")) == 8
-    assert len(found("--min-reward", "0.5", "--step", "1-9")) == 4
+    assert len(found("--max-reward", "0.9")) == 8
+    assert len(found("--min-reward", "0.9", "--step", "1-9")) == 4
     assert len(found("--step", "1-2")) == 12
 
 
