@@ -15,7 +15,7 @@ from helmsman.recipes.answers import Answers
 from helmsman.recipes.batches import Group
 from helmsman.recipes.failures import note_failures
 from helmsman.recipes.prompts import Draw, Draws
-from helmsman.recipes.recorded import RecordedRollouts
+from helmsman.recipes.recorded import RolloutFiles
 from helmsman.recipes.settings import GRPOSettings
 
 
@@ -34,7 +34,7 @@ class Episodes:
     """
 
     def __init__(
-        self, settings: GRPOSettings, draws: Draws, answers: Answers, recording: RecordedRollouts
+        self, settings: GRPOSettings, draws: Draws, answers: Answers, recording: RolloutFiles
     ) -> None:
         self._settings, self._draws, self._answers = settings, draws, answers
         self._recording = recording

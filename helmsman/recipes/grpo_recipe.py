@@ -21,7 +21,7 @@ from helmsman.recipes.episodes import Episodes
 from helmsman.recipes.grpo import GRPOLoop
 from helmsman.recipes.prompts import Dataset, Draws
 from helmsman.recipes.recipe import Recipe
-from helmsman.recipes.recorded import NoAnswers, RecordedRollouts
+from helmsman.recipes.recorded import NoAnswers, RolloutFiles
 from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
 from helmsman.recipes.rewards import Caller, make_caller
 from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
@@ -112,10 +112,7 @@ class GRPO(Recipe[GRPOSettings]):
             BackendNotInstalledError: A package is missing.
         """
         dataset = super().load_data()
-        self._callers, self._recording = (
-            list[Caller](),
-            RecordedRollouts(self.settings, self.tokenizer),
-        )
+        self._callers, self._recording = list[Caller](), RolloutFiles(self.settings, self.tokenizer)
         if teacher := self.settings.algorithm.teacher:
             check_teacher(teacher, self.settings.model)
         if self.settings.rollout.is_recorded:

@@ -114,7 +114,7 @@ def read_part(path: Path, columns: list[str] | None = None) -> tuple[PartFacts, 
         ) from error
 
 
-class RecordedRollouts:
+class RolloutFiles:
     """The recorded rollouts that a run writes, or reads in place of generating.
 
     Args:

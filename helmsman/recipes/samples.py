@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -60,7 +61,7 @@ def log_samples(
 
 def texts_of(
     sample: Sample, group: Group, settings: GRPOSettings, tokenizer: FolderTokenizer
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """Return ``prompt`` and ``completion``, the text from the first sampled token of a sample on.
 
     Args:

@@ -45,7 +45,7 @@ def replay(source: Path) -> list[str]:
 def test_recorded_steps_give_the_same_losses(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a run with dynamic sampling, and from its checkpoint on, in its own folder, too."""
+    """Dynamic sampling leaves prompts out; a resumed run reads its own recording."""
     dapo = "--algorithm.preset dapo --algorithm.overlong_filter false --evaluation.every 2"
     flags = [*FOUR_STEPS, *shlex.split(dapo)]
     assert runs.here("whole", *flags, "--rollout.record", "true") == 0

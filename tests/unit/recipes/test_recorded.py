@@ -16,7 +16,7 @@ from helmsman.__main__ import main
 from helmsman.agents.samples import Sample
 from helmsman.recipes.batches import Answer, Group, make_samples
 from helmsman.recipes.prompts import Draws, DrawState, Row
-from helmsman.recipes.recorded import RecordedRollouts, RecordingError, find_parts, read_part
+from helmsman.recipes.recorded import RolloutFiles, RecordingError, find_parts, read_part
 from helmsman.recipes.scorer import Scored
 from helmsman.recipes.settings import GRPOSettings
 from tests.unit.recipes.data import settings
@@ -57,13 +57,13 @@ def sample(answer: str, reward: float, *, turns: int = 1, version: int = 2) -> S
 
 def make_recording(
     out: Path, *flags: tuple[str, str], vocabulary: tuple[str, ...] = (), reads: bool = False
-) -> tuple[RecordedRollouts, GRPOSettings, Draws]:
+) -> tuple[RolloutFiles, GRPOSettings, Draws]:
     given = {"out": str(out), "steps": "2", "prompts_per_step": "2", "samples_per_prompt": "2"}
     given |= {"rollout.engine": "recorded", "rollout.recorded": str(out)} if reads else {}
     found = settings(*given.items(), *flags)
     tokenizer: Any = Letters(*vocabulary)
     return (
-        RecordedRollouts(found, tokenizer),
+        RolloutFiles(found, tokenizer),
         found,
         Draws(ROWS, num_samples=2, seed=0, shuffle=False),
     )
