@@ -269,6 +269,5 @@ class NoAnswers(Answers):
 
 def _pyarrow() -> tuple[Any, Any]:
     with needed_by("a recording of rollouts", "pyarrow"):
-        import pyarrow
         import pyarrow.parquet
     return pyarrow, pyarrow.parquet
