@@ -16,7 +16,7 @@ from helmsman.__main__ import main
 from helmsman.agents.samples import Sample
 from helmsman.recipes.batches import Answer, Group, make_samples
 from helmsman.recipes.prompts import Draws, DrawState, Row
-from helmsman.recipes.recorded import RolloutFiles, RecordingError, find_parts, read_part
+from helmsman.recipes.recorded import RecordingError, RolloutFiles, find_parts, read_part
 from helmsman.recipes.scorer import Scored
 from helmsman.recipes.settings import GRPOSettings
 from tests.unit.recipes.data import settings
