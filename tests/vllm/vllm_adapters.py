@@ -85,10 +85,10 @@ async def require_switches(served: Served, folder: Path) -> None:
     long = SamplingParams(temperature=0.0, max_new_tokens=MAX_LEN - 8)
     adapters = [write_peft(base, 20 + number, folder / str(number)) for number in (1, 2)]
     models, whole = [base, *(merge(base, each) for each in adapters)], model_of(LLAMA, seed=30)
-    begun = [await served.begun(served.request(prompt, long))]
+    begun = [await served.begun(served.request(prompt, long), 60)]
     for number, adapter in enumerate(adapters, 1):
         await served.engine.update_weights(sent(adapter), first + number)
-        begun.append(await served.begun(served.request(prompt, long)))
+        begun.append(await served.begun(served.request(prompt, long), 60))
     await served.bring(whole, first + 3)
     await require_the_trainers(served, "a whole model beside requests of adapters")
     for number, result in enumerate(await asyncio.gather(*begun)):
