@@ -49,8 +49,8 @@ class ServerConfig(
     max_loras: int = 1
     """Adapters in one batch: versions that requests in flight use at once."""
     args: tuple[str, ...] = ()
-    """Further arguments of the server. They come last, so they override ours; model, address and
-    key are not allowed.
+    """Further arguments of the server. They come last, so they override ours; model, address,
+    key and limits of adapters are not allowed.
     """
     env: dict[str, str] = {}
     """Environment variables of the server, in addition to the worker's."""
