@@ -110,12 +110,7 @@ async def begun(engine: ServerEngine, *names: str) -> list[asyncio.Task[Generati
         asyncio.create_task(engine.agenerate(asked(name, PROMPTS.get(name, [1, 2]))))
         for name in names
     ]
-    await until(
-        lambda: (
-            len(num_tokens(engine)) >= len(names)
-            and min(num_tokens(engine)[name] for name in names) > 5
-        )
-    )
+    await until(lambda: min(num_tokens(engine).get(name, 0) for name in names) > 5)
     return tasks
 
 
