@@ -181,7 +181,7 @@ class Server:
             event.set()
         if self.fails_to_pause:
             self.fails_to_pause = False
-            while self.running:
+            while self.running:  # noqa: ASYNC110 - nothing reports their ends
                 await asyncio.sleep(STEP_S)
             return web.Response(status=500, text="it paused, and then failed")
         return await self.succeed(request, body)
