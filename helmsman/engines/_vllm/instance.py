@@ -73,7 +73,7 @@ class VLLMInstance:
         self._has_base = config.load_format != "dummy"
         """Whether the weights below adapters are those of the folder or of an update."""
         self._trained = TrainedAdapters(self.requests, self._unload_trained)
-        """Those of requests when no loaded one is chosen."""
+        """Used when no loaded adapter is chosen."""
         self._folders = (
             tempfile.TemporaryDirectory(prefix="helmsman-adapters-")
             if config.max_lora_rank
