@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -41,7 +42,7 @@ def leases() -> Iterator[PortLeases]:
     leases.close()
 
 
-def engine_of(leases: PortLeases, model: str, *args: str, **fields: int) -> ServerEngine:
+def engine_of(leases: PortLeases, model: str, *args: str, **fields: Any) -> ServerEngine:
     with within(
         WorkerContext(worker_id="rollout/0", node="127.0.0.1", ports=(leases.lease(1)[0],))
     ):
