@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helmsman.api.generation import SamplingParams
-from tests.vllm.vllm_models import LLAMA, MAX_LEN, differences, is_greedy, model_of, weights_of
+from tests.vllm.vllm_models import LLAMA, MAX_LEN, differences, model_of, report, weights_of
 from tests.vllm.vllm_served import Served, require_the_trainers
 
 RANK, ALPHA = 8, 16
@@ -105,5 +105,6 @@ async def require_switches(served: Served, folder: Path) -> None:
                 token_ids=result.token_ids[start:stop],
                 logprobs=result.logprobs[start:stop],
             )
-            assert is_greedy(model, before, part.token_ids)
-            assert differences(model, [before], [part]).max() < 1e-3
+            found = differences(model, [before], [part])
+            report(f"request {number}, tokens from {start} on", found)
+            assert found.max() < 1e-3
