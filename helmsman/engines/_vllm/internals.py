@@ -103,7 +103,7 @@ def request_amx() -> None:
 def keep_base_rows() -> None:
     """Make vLLM compute requests without an adapter right beside requests with one, on the host.
 
-    Their index, -1, selects the adapter of the last slot (0.32, vllm/lora/ops/torch_ops).
+    Their index, -1, selects the adapter of the last slot (0.32; vLLM #48421, open in 2026-11).
     """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
