@@ -202,6 +202,7 @@ STRUCTS = {
     "TrainConfig": "helmsman/engines/train_config.py",
     "LoRA": "helmsman/engines/train_config.py",
     "VLLMConfig": "helmsman/engines/vllm_config.py",
+    "ServerConfig": "helmsman/engines/_server/protocol.py",
 }
 """Classes of settings, with the files that define them."""
 

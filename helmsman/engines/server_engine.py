@@ -1,8 +1,9 @@
 """Rollout engine whose model runs in an inference server, a process that the worker launches.
 
-A weight update ends all generations on the server; each sequence then continues after its tokens as
-a new request. The version of every token is therefore exact, and no keys or values of old weights
-are used with new ones, at the cost of one more prefill per sequence.
+An update of the whole model ends all generations on the server; each sequence then continues after
+its tokens as a new request. The version of every token is therefore exact, and no keys or values of
+old weights are used with new ones, at the cost of one more prefill per sequence. An adapter is
+loaded beside earlier ones under a name of its own: generations end with the one they began with.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
+import logging
 import os
 import secrets
 import shutil
@@ -33,14 +36,18 @@ from helmsman.engines._server.protocol import HttpRequest, ServerConfig, ServerD
 from helmsman.engines._server.weights import (
     as_folder,
     forms_of,
+    has_random_weights,
     make_exchange,
     warn_without_room,
 )
+from helmsman.engines._serving.adapters import TrainedAdapters
 from helmsman.engines._serving.generation import check_level, check_samples_of_one
 from helmsman.engines._serving.requests import Attempt, Requests
 from helmsman.engines._weights.fit import Expected, vocab_size_of
 from helmsman.engines._weights.group import WeightGroup
-from helmsman.engines.weights import partial_update
+from helmsman.engines.weights import base_is_gone, base_is_random, partial_update
+
+log = logging.getLogger(__name__)
 
 _ENDING_S = 10.0
 """Seconds that the server has to end paused generations before their connections are closed."""
@@ -86,6 +93,11 @@ class ServerEngine(InferenceEngine):
         self._process: ServerProcess | None = None
         self._client: http.ServerClient | None = None
         self._requests: Requests | None = None
+        self._adapters: TrainedAdapters | None = None
+        """By their names on the server, which are those of their folders in the exchange folder."""
+        self._adapter_numbers = itertools.count(1)
+        self._has_base = not has_random_weights(self.config.args)
+        """Whether the weights below adapters are those of the folder or of an update."""
         self._is_destroyed = False
         self._state = WeightState.AWAKE
         """The server generates nothing while its weights are incomplete."""
@@ -179,6 +191,7 @@ class ServerEngine(InferenceEngine):
             samples_together=self._dialect.samples_together,
             forget=self._forget,
         )
+        self._adapters = TrainedAdapters(self._requests, self._unload)
 
     def destroy(self) -> None:
         """Stop the server, within ``stop_timeout_s`` and a few seconds. Idempotent.
@@ -301,8 +314,7 @@ class ServerEngine(InferenceEngine):
             ServerLostError: The server has ended or its connection broke.
             ServerRequestError: The server refused the request.
         """
-        self._require_awake()
-        return (await self._served().generate([request]))[0]
+        return (await self._generate([request]))[0]
 
     async def agenerate_samples(
         self, requests: Sequence[GenerationRequest]
@@ -325,15 +337,17 @@ class ServerEngine(InferenceEngine):
             ServerRequestError: The server refused a request.
         """
         check_samples_of_one(requests)
-        self._require_awake()
-        return await self._served().generate(requests)
+        return await self._generate(requests)
 
-    def _require_awake(self) -> None:
+    async def _generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         if not self._state.has_cache:
             self._running().require_server()  # wake() would not help
             raise RuntimeError(
                 f"a request arrived while the server is {self._state.value}; call wake() first"
             )
+        self._running()
+        assert self._adapters is not None
+        return await self._adapters.generate(requests)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End the given requests (None: all) with stop_reason 'abort'; return their number."""
@@ -357,25 +371,30 @@ class ServerEngine(InferenceEngine):
         """Load new weights into the server and serve them as ``version``.
 
         The server generates with the old weights while the new ones arrive. Weights that are not a
-        folder of files are first written to ``exchange_folder``.
+        folder of files are first written to ``exchange_folder``. An adapter is for new requests
+        only; those in flight end with the one they began with, and its version.
 
         Args:
-            weights: All parameters by Hugging Face name, of any dtype and device: in memory, as
-                files, or received by broadcasts.
+            weights: All parameters by Hugging Face name, of any dtype and device, or an adapter by
+                its names in PEFT's files: in memory, as files, or received by broadcasts.
             version: Their version.
 
         Returns:
             The version served.
 
         Raises:
-            ValueError: Names or shapes do not fit the model, which is unchanged.
-            RuntimeError: The engine is asleep. Or the update failed half-way
-                (PartialWeightUpdateError): the engine generates nothing until an update succeeds.
+            ValueError: Names or shapes do not fit the model, which is unchanged; or an adapter's
+                rank is above ``max_lora_rank``, or the model below it is random.
+            RuntimeError: The engine is asleep, or the model below an adapter is gone. Or the update
+                failed half-way (PartialWeightUpdateError): the engine generates nothing until an
+                update succeeds.
             ConnectionError: A member of the weight-sync group is missing or late.
             OSError: The files cannot be read, or ``exchange_folder`` has no room.
             ServerLostError: The server has ended or its connection broke.
+            ServerRequestError: The server refused the adapter.
         """
-        requests = self._served()
+        requests, adapters = self._served(), self._adapters
+        assert adapters is not None
         async with self._one_update:
             if not self._state.has_weight_memory:
                 self._running().require_server()
@@ -383,26 +402,56 @@ class ServerEngine(InferenceEngine):
                     "the server is asleep and has no memory for weights; call "
                     "wake(weights_only=True) first"
                 )
-            async with self._laid_out(weights) as path, self._paused(requests):
-                self._on(WeightEvent.TORN)
-                try:
-                    await self._send(self._dialect.load(path))
-                except ServerLostError:
-                    raise
-                except Exception as error:
-                    raise partial_update(error) from error
-                self._on(WeightEvent.UPDATED)
-                requests.version = version
+            async with self._laid_out(weights) as (path, is_adapter):
+                if is_adapter:
+                    await adapters.serve(await self._load_adapter(path, version), version)
+                    return version
+                async with self._paused(requests):
+                    self._on(WeightEvent.TORN)
+                    try:
+                        await self._send(self._dialect.load(path))
+                    except ServerLostError:
+                        raise
+                    except Exception as error:
+                        raise partial_update(error) from error
+                    self._on(WeightEvent.UPDATED)
+                    self._has_base = True
+                    await adapters.serve(None, version)
         return version
 
+    async def _load_adapter(self, path: str, version: int) -> str:
+        """Load an adapter from a folder, which is moved; return its name."""
+        if not self._state.is_whole:
+            raise base_is_gone()
+        if not self._has_base:
+            raise base_is_random()
+        name = f"version-{version}.{next(self._adapter_numbers)}"
+        # The server may read the folder again as long as requests use the adapter.
+        kept = os.path.join(self._exchange, name)
+        os.rename(path, kept)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, kept, ignore_errors=True)
+            await self._send([self._dialect.load_adapter(name, kept)])
+            undo.pop_all()
+        return name
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await self._send([self._dialect.unload_adapter(name)])
+        except ServerRequestError as error:
+            log.warning("the adapter %s may stay in the memory of the server: %s", name, error)
+        shutil.rmtree(os.path.join(self._exchange, name), ignore_errors=True)
+
     @contextlib.asynccontextmanager
-    async def _laid_out(self, weights: Weights) -> AsyncIterator[str]:
+    async def _laid_out(self, weights: Weights) -> AsyncIterator[tuple[str, bool]]:
         loop, client = asyncio.get_running_loop(), self._running()
         if self._group is None:
             self._group = WeightGroup(current_platform.device(0))
-        folder = as_folder(weights, self._group, self._forms, self._exchange)
+        folder = as_folder(
+            weights, self._group, self._forms, self._exchange, self.config.max_lora_rank
+        )
         try:
-            path = await loop.run_in_executor(self._weight_thread, folder.__enter__)
+            laid_out = await loop.run_in_executor(self._weight_thread, folder.__enter__)
         except FileNotFoundError:
             if not isinstance(weights, WeightsOnDisk):
                 # The server's guard removes the exchange folder before its own end is detected.
@@ -410,7 +459,7 @@ class ServerEngine(InferenceEngine):
                 client.require_server()
             raise
         try:
-            yield path
+            yield laid_out
         finally:
             await loop.run_in_executor(self._weight_thread, folder.__exit__, None, None, None)
 

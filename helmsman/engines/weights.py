@@ -30,6 +30,15 @@ def base_is_gone() -> RuntimeError:
     )
 
 
+def base_is_random() -> ValueError:
+    """Build the error for an adapter that arrived at an instance with a random base model."""
+    return ValueError(
+        "a trained adapter arrived, but the base model's weights are random (load_format 'dummy'); "
+        "load them from the folder (load_format 'auto'), or send the whole model "
+        "(WeightFormat.adapters False)"
+    )
+
+
 def partial_update(cause: Exception | str) -> PartialWeightUpdateError:
     """Build the error for an update that failed after it changed the first parameter.
 

@@ -175,7 +175,7 @@ def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
         arguments["enable_sleep_mode" if rollout.engine == "vllm" else "sleep"] = (
             cluster.takes_turns
         )
-    if rollout.engine == "vllm" and sends_adapters(settings):
+    if rollout.engine in ("vllm", "server") and sends_adapters(settings):
         assert settings.train.lora is not None
         rank = adapter_rank(settings.train.lora)
         arguments["max_lora_rank"] = next((each for each in _VLLM_RANKS if each >= rank), rank)
@@ -187,7 +187,7 @@ def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
 def sends_adapters(settings: GRPOSettings) -> bool:
     """Return whether adapters are trained, and sent alone."""
     way = settings.sync.lora
-    takes = settings.rollout.engine in ("vllm", "hf") and not settings.cluster.rollout_spans_nodes
+    takes = settings.rollout.engine in ENGINES and not settings.cluster.rollout_spans_nodes
     takes = way == "adapter" or (way == "auto" and takes)
     return settings.train.lora is not None and takes
 

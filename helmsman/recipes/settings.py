@@ -361,8 +361,8 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     checksum: bool = False
     """Verify a checksum of every parameter on arrival."""
     lora: Literal["auto", "adapter", "merged"] = "auto"
-    """Weights that a trainer of adapters (train.engine.lora) sends. ``adapter``: adapters alone, to
-    ``vllm`` and ``hf``; with vLLM, requests in flight end under the adapter that they began with.
+    """Weights that a trainer of adapters (train.engine.lora) sends. ``adapter``: adapters alone;
+    with ``vllm`` and ``server``, requests in flight end under the adapter that they began with.
     ``merged``: the whole model with the adapters merged into it, for any engine; ``auto``:
     ``adapter`` where the engine takes it."""
     in_flight: Literal["keep", "wait", "abort"] = "keep"

@@ -3,7 +3,7 @@ sockets.
 
 Its model is a sum: the next token follows from all tokens before it and from the weights, which are
 the first value of the first tensor by name in the folder that it loaded. So its tokens show which
-weights it has.
+weights it has. An adapter adds its first value to them.
 """
 
 from __future__ import annotations
@@ -70,6 +70,10 @@ class Server:
         self.is_held = options.held
         self.running: dict[str, asyncio.Event] = {}
         """The event that ends each generation."""
+        self.adapters: dict[str, float] = {}
+        self.users: dict[str, str] = {}
+        """The adapter of each generation that has one."""
+        self.fails_to_pause = False
         self.seen: list[dict[str, Any]] = []
         self.peers: set[Any] = set()
         """Addresses of the clients that sent requests."""
@@ -84,6 +88,9 @@ class Server:
         body = await request.json() if request.can_read_body else None
         if route == "/refuse":
             self.num_refusing = body["count"]  # type: ignore[index]
+            return web.Response()
+        if route == "/fail-to-pause":
+            self.fails_to_pause = True
             return web.Response()
         if route == "/seen":
             return web.json_response({"requests": self.seen, "connections": len(self.peers)})
@@ -115,7 +122,10 @@ class Server:
     def routes(self) -> dict[str, Any]:
         common = {"/v1/models": self.models, "/metrics": self.metrics}
         if self.options.dialect == "vllm":
+            takes = "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in os.environ
             return common | {
+                **({"/v1/load_lora_adapter": self.load_adapter} if takes else {}),
+                **({"/v1/unload_lora_adapter": self.unload_adapter} if takes else {}),
                 "/v1/completions": self.completions,
                 "/pause": self.pause,
                 "/resume": self.resume,
@@ -125,6 +135,8 @@ class Server:
                 "/wake_up": self.succeed,
             }
         return common | {
+            "/load_lora_adapter": self.load_adapter,
+            "/unload_lora_adapter": self.unload_adapter,
             "/generate": self.generate,
             "/abort_request": self.abort_request,
             "/pause_generation": self.pause,
@@ -167,6 +179,11 @@ class Server:
         self.is_paused = True
         for event in self.running.values():
             event.set()
+        if self.fails_to_pause:
+            self.fails_to_pause = False
+            while self.running:  # noqa: ASYNC110 - nothing reports their ends
+                await asyncio.sleep(STEP_S)
+            return web.Response(status=500, text="it paused, and then failed")
         return await self.succeed(request, body)
 
     async def resume(self, request: Any, body: Any) -> Any:
@@ -208,6 +225,28 @@ class Server:
             return str(error)
         return ""
 
+    async def load_adapter(self, request: Any, body: Any) -> Any:
+        name, folder = body["lora_name"], body["lora_path"]
+        assert name not in self.adapters, "an adapter has the name of another one"
+        config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        try:
+            assert self.options.enable_lora
+            assert config["r"] <= self.options.max_lora_rank
+            assert config["lora_alpha"] == config["r"], "the scale is in B"
+            self.adapters[name] = weight_in(folder)
+        except ValueError as error:
+            status = 500 if self.options.dialect == "vllm" else 400
+            return web.json_response({"success": False, "error_message": str(error)}, status=status)
+        if self.options.dialect == "vllm":
+            return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+        return await self.succeed(request, body)
+
+    async def unload_adapter(self, request: Any, body: Any) -> Any:
+        if body["lora_name"] in self.users.values():
+            os._exit(1)  # vLLM would miss its files, and SGLang would wait for its end
+        del self.adapters[body["lora_name"]]
+        return await self.succeed(request, body)
+
     async def abort_request(self, request: Any, body: Any) -> Any:
         if body["rid"] in self.running:
             self.running[body["rid"]].set()
@@ -216,11 +255,20 @@ class Server:
     # --- generation -------------------------------------------------------------------------------
 
     async def events(
-        self, request: Any, request_id: str, token_ids: list[int], most: int, stops: list[int]
+        self,
+        request_id: str,
+        token_ids: list[int],
+        most: int,
+        stops: list[int],
+        adapter: str | None,
     ) -> Any:
-        """Yield the number of tokens so far, a new token or None, and a stop reason or None."""
+        """Yield the number of tokens so far, a new token or None, its log-probability, and a stop
+        reason or None.
+        """
         assert request_id not in self.running, "a request id is used twice"
         end = self.running[request_id] = asyncio.Event()
+        if adapter is not None:
+            self.users[request_id] = adapter
         made = list(token_ids)
         try:
             while True:
@@ -228,17 +276,19 @@ class Server:
                 if self.is_held and not end.is_set():
                     continue
                 if end.is_set() or self.is_paused:
-                    yield len(made) - len(token_ids), None, "abort"
+                    yield len(made) - len(token_ids), None, 0.0, "abort"
                     return
-                token = next_token(made, self.weight)
+                weight = self.weight + (0.0 if adapter is None else self.adapters[adapter])
+                token = next_token(made, weight)
                 made.append(token)
                 num_made = len(made) - len(token_ids)
                 reason = "stop" if token in stops else "length" if num_made == most else None
-                yield num_made, token, reason
+                yield num_made, token, logprob_of(token, weight), reason
                 if reason is not None:
                     return
         finally:
             del self.running[request_id]
+            self.users.pop(request_id, None)
 
     async def answer(self, request: Any) -> Any:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -247,6 +297,9 @@ class Server:
         return response
 
     async def completions(self, request: Any, body: Any) -> Any:
+        adapter = None if body["model"] == "little" else body["model"]
+        if adapter is not None and adapter not in self.adapters:
+            return web.Response(status=404, text=f"The model `{adapter}` does not exist.")
         response = await self.answer(request)
         if body["prompt"] == [49, 49]:
             await response.write(
@@ -255,8 +308,8 @@ class Server:
             return response
         for sample in range(body["n"]):
             name = f"{id(request)}.{sample}"
-            async for num_made, token, reason in self.events(
-                request, name, body["prompt"], body["max_tokens"], body["stop_token_ids"]
+            async for num_made, token, logprob, reason in self.events(
+                name, body["prompt"], body["max_tokens"], body["stop_token_ids"], adapter
             ):
                 tokens = [] if token is None else [token]
                 if num_made == 0:
@@ -265,11 +318,7 @@ class Server:
                     "index": sample,
                     "text": "",
                     "token_ids": tokens,
-                    "logprobs": {
-                        "token_logprobs": [logprob_of(each, self.weight) for each in tokens]
-                    }
-                    if tokens
-                    else None,
+                    "logprobs": {"token_logprobs": [logprob]} if tokens else None,
                     "finish_reason": reason,
                 }
                 if body["prompt"] == [49, 48] and token is not None:
@@ -288,13 +337,15 @@ class Server:
         return response
 
     async def generate(self, request: Any, body: Any) -> Any:
+        if body["lora_path"] is not None and body["lora_path"] not in self.adapters:
+            return web.Response(status=400, text="Got LoRA adapter that has never been loaded")
         response = await self.answer(request)
         params, entries = body["sampling_params"], []
         stops = params.get("stop_token_ids", [])
-        async for num_made, token, reason in self.events(
-            request, body["rid"], body["input_ids"], params["max_new_tokens"], stops
+        async for num_made, token, logprob, reason in self.events(
+            body["rid"], body["input_ids"], params["max_new_tokens"], stops, body["lora_path"]
         ):
-            new = [] if token is None else [[logprob_of(token, self.weight), token, None]]
+            new = [] if token is None else [[logprob, token, None]]
             entries += new
             meta: dict[str, Any] = {
                 "id": body["rid"],
@@ -360,6 +411,8 @@ def main() -> None:
     parser.add_argument("--family", default="", help="a file for the ids of children that hide")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--incremental-streaming-output", action="store_true")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-lora-rank", type=int)
     parser.add_argument(
         "--enable-sleep-mode", "--enable-memory-saver", dest="sleepy", action="store_true"
     )

@@ -46,6 +46,15 @@ def tensors_of(weight: float) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, weight) for name, shape in _shapes().items()}
 
 
+def adapter_of(weight: float, rank: int = 2) -> dict[str, torch.Tensor]:
+    """Return an adapter with this weight, as a trainer sends it."""
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    return {
+        f"{layer}.lora_A.weight": torch.full((rank, 4), weight),
+        f"{layer}.lora_B.weight": torch.full((4, rank), weight),
+    }
+
+
 def write_model(folder: Path, weight: float) -> str:
     """Write a model with this weight to a folder; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)

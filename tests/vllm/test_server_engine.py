@@ -7,18 +7,20 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
 from helmsman._process.ports import PortLeases
-from helmsman.api.errors import ServerLostError, ServerStartError
+from helmsman.api.errors import ServerLostError, ServerRequestError, ServerStartError
 from helmsman.api.generation import SamplingParams
 from helmsman.api.workers import WorkerContext, within
 from helmsman.engines.server_engine import ServerEngine
 from tests.processes import command_of
 from tests.vllm.engine_suite import LONG, EngineSuite
+from tests.vllm.vllm_adapters import RANK, require_switches, sent, write_peft
 from tests.vllm.vllm_models import (
     LLAMA,
     MAX_LEN,
@@ -40,7 +42,7 @@ def leases() -> Iterator[PortLeases]:
     leases.close()
 
 
-def engine_of(leases: PortLeases, model: str, *args: str) -> ServerEngine:
+def engine_of(leases: PortLeases, model: str, *args: str, **fields: Any) -> ServerEngine:
     with within(
         WorkerContext(worker_id="rollout/0", node="127.0.0.1", ports=(leases.lease(1)[0],))
     ):
@@ -51,6 +53,7 @@ def engine_of(leases: PortLeases, model: str, *args: str) -> ServerEngine:
             args=("--enforce-eager", *args),
             env=SPEC_ENV,
             start_timeout_s=300.0,
+            **fields,
         )
 
 
@@ -113,6 +116,27 @@ async def test_update_during_requests_recomputes(served: Served) -> None:
         assert differences(new, [cut], [after]).max() < 1e-3
     assert not os.listdir(served.engine._exchange)
     await require_the_trainers(served, "after an update in the middle of requests")
+
+
+async def test_adapters_beside_requests(leases: PortLeases, tmp_path: Path) -> None:
+    """Versions and log-probabilities over updates by adapters and by a whole model."""
+    model = model_of(LLAMA, seed=1)
+    engine = engine_of(
+        leases, folder_of(model, tmp_path / "llama"), max_lora_rank=RANK, max_loras=2
+    )
+    engine.initialize()
+    try:
+        served = Served(OnOneLoop(engine), model)
+        await require_switches(served, tmp_path)
+        assert not os.listdir(engine._exchange)
+        unfit = sent(write_peft(model, 5, tmp_path / "unfit"))
+        unfit = {name.replace("q_proj", "q_prompt"): each for name, each in unfit.items()}
+        with pytest.raises(ServerRequestError, match="q_prompt"):
+            await served.engine.update_weights(unfit, 9)
+        await require_the_trainers(served, "after an adapter that the server refused")
+        assert not os.listdir(engine._exchange)
+    finally:
+        engine.destroy()
 
 
 def test_start_error_quotes_vllm(leases: PortLeases, tmp_path: Path) -> None:

@@ -6,72 +6,32 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import SamplingParams
 from helmsman.api.weights import WeightsOnDisk
 from helmsman.engines.vllm_engine import VLLMEngine
 from helmsman.engines.weights import PartialWeightUpdateError
+from tests.vllm.vllm_adapters import (
+    RANK,
+    merged_model,
+    require_switches,
+    sent,
+    write_peft,
+)
 from tests.vllm.vllm_models import ENGINE, LLAMA, differences, folder_of, model_of, weights_of
 from tests.vllm.vllm_served import Fatal, Served, broadcast, hand_over, require_the_trainers
 
 pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
 
-RANK, ALPHA = 8, 16
-TARGETS = ("q_proj", "v_proj", "down_proj")
-
-
-def _adapter(model: Any, seed: int, folder: Path) -> str:
-    """Write an adapter in PEFT's layout."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, weight in weights_of(model).items():
-        if any(f".{target}." in name for target in TARGETS):
-            path = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{path}.lora_A.weight"] = (
-                torch.randn(RANK, weight.shape[1], generator=generator) * 0.1
-            )
-            tensors[f"{path}.lora_B.weight"] = (
-                torch.randn(weight.shape[0], RANK, generator=generator) * 0.1
-            )
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "target_modules": TARGETS,
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def _merged(config: dict[str, Any], seed: int, adapter: str) -> Any:
-    model = model_of(config, seed)
-    tensors = load_file(f"{adapter}/adapter_model.safetensors")
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            path = f"base_model.model.{name.removesuffix('.weight')}"
-            if f"{path}.lora_A.weight" in tensors:
-                weight += (
-                    ALPHA
-                    / RANK
-                    * tensors[f"{path}.lora_B.weight"]
-                    @ tensors[f"{path}.lora_A.weight"]
-                )
-    return model
-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model, folder = model_of(LLAMA, seed=1), tmp_path_factory.mktemp("llama")
-    first = _adapter(model, 1, folder / "first")
+    first = write_peft(model, 1, folder / "first")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         engine = VLLMEngine(
@@ -83,17 +43,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             **ENGINE,
         )
         engine.initialize()
-        yield Served(engine, _merged(LLAMA, 1, first))
+        yield Served(engine, merged_model(LLAMA, 1, first))
         engine.destroy()
 
 
 async def test_adapter_of_a_request(served: Served, tmp_path: Path) -> None:
     await require_the_trainers(served, "adapter of the start")
     base, merged = model_of(LLAMA, seed=1), served.model
-    second = _adapter(base, 2, tmp_path / "second")
+    second = write_peft(base, 2, tmp_path / "second")
     await served.engine.load_lora("second", second)
     await require_the_trainers(served, "another one loaded")
-    for name, model in (("second", _merged(LLAMA, 1, second)), ("", base), ("first", merged)):
+    for name, model in (("second", merged_model(LLAMA, 1, second)), ("", base), ("first", merged)):
         await served.engine.use_lora(name)
         served.model = model
         await require_the_trainers(served, f"adapter {name!r}")
@@ -105,56 +65,48 @@ async def test_adapter_of_a_request(served: Served, tmp_path: Path) -> None:
 
 
 async def test_adapter_replaced_by_name(served: Served, tmp_path: Path) -> None:
-    third = _adapter(model_of(LLAMA, seed=1), 3, tmp_path / "third")
+    third = write_peft(model_of(LLAMA, seed=1), 3, tmp_path / "third")
     await served.engine.load_lora("first", third)
-    served.model = _merged(LLAMA, 1, third)
+    served.model = merged_model(LLAMA, 1, third)
     await require_the_trainers(served, "a replaced adapter")
-    _adapter(model_of(LLAMA, seed=1), 4, tmp_path / "third")
+    write_peft(model_of(LLAMA, seed=1), 4, tmp_path / "third")
     await served.engine.load_lora("first", third)
-    served.model = _merged(LLAMA, 1, third)
+    served.model = merged_model(LLAMA, 1, third)
     await require_the_trainers(
         served, "an adapter replaced in its folder, whose keys and values are not found again"
     )
-
-
-def _sent(adapter: str) -> dict[str, torch.Tensor]:
-    """Return an adapter as a trainer sends it: by its names in files, with the scale in B."""
-    return {
-        name: tensor * (ALPHA / RANK if "lora_B" in name else 1)
-        for name, tensor in load_file(f"{adapter}/adapter_model.safetensors").items()
-    }
 
 
 async def test_trained_adapter(served: Served, tmp_path: Path) -> None:
     """Requests in flight end under the adapter, and the version, that they began with."""
     base = model_of(LLAMA, seed=1)
     await served.engine.use_lora()
-    folders = [_adapter(base, 20 + number, tmp_path / str(number)) for number in range(5)]
-    merged = [_merged(LLAMA, 1, folder) for folder in folders]
-    await served.engine.update_weights(_sent(folders[0]), 10)
+    folders = [write_peft(base, 20 + number, tmp_path / str(number)) for number in range(5)]
+    merged = [merged_model(LLAMA, 1, folder) for folder in folders]
+    await served.engine.update_weights(sent(folders[0]), 10)
     served.model = merged[0]
     await require_the_trainers(served, "an adapter in memory")
     long = SamplingParams(temperature=0.0, max_new_tokens=64)
     begun = await served.begun(served.request([7, 8, 9], long))
-    await served.engine.update_weights(_sent(folders[1]), 11)
+    await served.engine.update_weights(sent(folders[1]), 11)
     served.model = merged[1]
     await require_the_trainers(served, "an adapter beside requests of the last one")
     result = await begun
     assert set(result.versions) == {10}
     assert differences(merged[0], [[7, 8, 9]], [result]).max() < 1e-3
-    await broadcast(served, merged[2], 12, _sent(folders[2]))
+    await broadcast(served, merged[2], 12, sent(folders[2]))
     await require_the_trainers(served, "an adapter by broadcasts")
-    await hand_over(served, merged[3], 13, _sent(folders[3]), 1)
+    await hand_over(served, merged[3], 13, sent(folders[3]), 1)
     await require_the_trainers(served, "an adapter by a buffer")
-    save_file(_sent(folders[4]), tmp_path / "model-1.safetensors")
-    weight_map = dict.fromkeys(_sent(folders[4]), "model-1.safetensors")
+    save_file(sent(folders[4]), tmp_path / "model-1.safetensors")
+    weight_map = dict.fromkeys(sent(folders[4]), "model-1.safetensors")
     index = {"metadata": {}, "weight_map": weight_map}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     await served.engine.update_weights(WeightsOnDisk(str(tmp_path)), 14)
     served.model = merged[4]
     await require_the_trainers(served, "an adapter in files")
     # The same version again, and then two others take its place in vLLM's memory.
-    await served.engine.update_weights(_sent(folders[0]), 14)
+    await served.engine.update_weights(sent(folders[0]), 14)
     for name in ("other", "another"):
         await served.engine.load_lora(name, folders[1])
     served.model = merged[0]
@@ -165,6 +117,13 @@ async def test_trained_adapter(served: Served, tmp_path: Path) -> None:
     await require_the_trainers(served, "a whole model instead of an adapter")
 
 
+async def test_switches_between_base_and_adapters(served: Served, tmp_path: Path) -> None:
+    await served.engine.use_lora()
+    await served.bring(model_of(LLAMA, seed=1), 20)
+    await require_switches(served, tmp_path)
+    await served.bring(model_of(LLAMA, seed=1), 30)
+
+
 async def test_adapter_base_weights_updated(served: Served, tmp_path: Path) -> None:
     model = model_of(LLAMA, seed=4)
     await served.engine.update_weights(weights_of(model), 1)
@@ -172,20 +131,20 @@ async def test_adapter_base_weights_updated(served: Served, tmp_path: Path) -> N
     served.model = model
     await require_the_trainers(served, "new weights beneath adapters")
     await served.engine.use_lora("first")
-    served.model = _merged(LLAMA, 4, _adapter(model, 4, tmp_path / "like the loaded one"))
+    served.model = merged_model(LLAMA, 4, write_peft(model, 4, tmp_path / "like the loaded one"))
     await require_the_trainers(served, "an adapter above new weights")
 
 
 async def test_adapter_read_again_after_dropped_weights(served: Served, tmp_path: Path) -> None:
     """On devices a sleep at level 2 leaves the memory of adapters undefined."""
-    folder = _adapter(model_of(LLAMA, seed=4), 5, tmp_path / "own")
+    folder = write_peft(model_of(LLAMA, seed=4), 5, tmp_path / "own")
     await served.engine.load_lora("own", folder)
     await served.engine.sleep(2)
-    _adapter(model_of(LLAMA, seed=4), 6, tmp_path / "own")
+    write_peft(model_of(LLAMA, seed=4), 6, tmp_path / "own")
     await served.engine.wake()
     await served.engine.update_weights(weights_of(model_of(LLAMA, seed=4)), 2)
     await served.engine.use_lora("own")
-    served.model = _merged(LLAMA, 4, folder)
+    served.model = merged_model(LLAMA, 4, folder)
     await require_the_trainers(served, "an adapter that was read again")
     shutil.move(folder, tmp_path / "elsewhere")
     await served.engine.sleep(2)

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -74,6 +74,11 @@ def is_adapter_in_files(names: Iterable[str]) -> bool:
     ends = tuple(f".{part}.weight" for part in PARTS)
     found = list(names)
     return bool(found) and all(name.startswith(PREFIX) and name.endswith(ends) for name in found)
+
+
+def rank_in_files(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the largest rank of an adapter by the shapes of its tensors in files."""
+    return max(shape[0] for name, shape in shapes.items() if place_of(name)[1] == PARTS[0])
 
 
 def write_received(folder: str, buckets: Iterable[Mapping[str, torch.Tensor]]) -> None:

@@ -81,6 +81,14 @@ class VLLMDialect:
             *("--skip-tokenizer-init", "--disable-uvicorn-access-log"),
             *("--worker-extension-cls", "helmsman.engines._vllm.worker.VLLMWorkerExtension"),
             *(("--enable-sleep-mode",) if config.sleep else ()),
+            *(
+                (
+                    *("--enable-lora", "--max-lora-rank", str(config.max_lora_rank)),
+                    *("--max-loras", str(config.max_loras)),
+                )
+                if config.max_lora_rank
+                else ()
+            ),
             *config.args,
         ]
 
@@ -88,13 +96,14 @@ class VLLMDialect:
         unset = {
             name: value for name, value in internals.ENVIRONMENT.items() if name not in os.environ
         }
-        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key, **unset}
+        lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if config.max_lora_rank else {}
+        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key, **lora, **unset}
 
     def generation(self, model: str, attempt: Attempt) -> HttpRequest:
         first = attempt.generations[0]
         sampling = first.request.sampling
         body: dict[str, Any] = {
-            "model": model,
+            "model": first.adapter or model,
             "prompt": first.token_ids,
             "max_tokens": first.num_left,
             "temperature": sampling.temperature,
@@ -145,6 +154,12 @@ class VLLMDialect:
             HttpRequest("/collective_rpc", {"method": "helmsman_load_files", "args": [path]}),
             HttpRequest("/reset_prefix_cache"),
         ]
+
+    def load_adapter(self, name: str, path: str) -> HttpRequest:
+        return HttpRequest("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def unload_adapter(self, name: str) -> HttpRequest:
+        return HttpRequest("/v1/unload_lora_adapter", {"lora_name": name})
 
     def sleep(self, level: int) -> list[HttpRequest]:
         return [HttpRequest("/sleep", params={"level": str(level)})]
@@ -214,6 +229,17 @@ class SGLangDialect:
             # Otherwise each event repeats the log-probabilities of all earlier tokens.
             *("--incremental-streaming-output", "--stream-interval", "8"),
             *(("--enable-memory-saver", "--enable-weights-cpu-backup") if config.sleep else ()),
+            *(
+                (
+                    # Otherwise matrices of unknown layers are ignored.
+                    *("--enable-lora", "--lora-strict-loading", "--lora-target-modules", "all"),
+                    *("--max-lora-rank", str(config.max_lora_rank)),
+                    # The base model counts, too.
+                    *("--max-loras-per-batch", str(config.max_loras + 1)),
+                )
+                if config.max_lora_rank
+                else ()
+            ),
             *config.args,
         ]
 
@@ -242,6 +268,7 @@ class SGLangDialect:
             "sampling_params": params,
             "return_logprob": True,
             "stream": True,
+            "lora_path": generation.adapter,
         }
         return HttpRequest("/generate", body)
 
@@ -278,6 +305,12 @@ class SGLangDialect:
 
     def load(self, path: str) -> list[HttpRequest]:
         return [HttpRequest("/update_weights_from_disk", {"model_path": path, "flush_cache": True})]
+
+    def load_adapter(self, name: str, path: str) -> HttpRequest:
+        return HttpRequest("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def unload_adapter(self, name: str) -> HttpRequest:
+        return HttpRequest("/unload_lora_adapter", {"lora_name": name})
 
     def sleep(self, level: int) -> list[HttpRequest]:
         # The server ends itself if it releases memory while it is still post-processing its last

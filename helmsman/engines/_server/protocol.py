@@ -16,6 +16,8 @@ _OURS = {
     "--model-path": "set ServerConfig.model",
     "--host": "set ServerConfig.host",
     "--port": "the engine uses the port leased to its worker; leave it out",
+    "--max-lora-rank": "set ServerConfig.max_lora_rank",
+    "--max-loras": "set ServerConfig.max_loras",
     "--api-key": "each engine generates its own; leave it out",
 }
 """Arguments that ServerConfig.args must not have -> the alternative."""
@@ -40,9 +42,15 @@ class ServerConfig(
     """Seed for requests that have none."""
     sleep: bool = False
     """Start the server with support for sleep."""
+    max_lora_rank: int = 0
+    """Largest rank of the adapters that a trainer sends; 0 for none. vLLM knows 1, 8, 16, 32, 64,
+    128, 256, 320 and 512.
+    """
+    max_loras: int = 1
+    """Adapters in one batch: versions that requests in flight use at once."""
     args: tuple[str, ...] = ()
-    """Further arguments of the server. They come last, so they override ours; model, address and
-    key are not allowed.
+    """Further arguments of the server. They come last, so they override ours; model, address,
+    key and limits of adapters are not allowed.
     """
     env: dict[str, str] = {}
     """Environment variables of the server, in addition to the worker's."""
@@ -71,10 +79,9 @@ class ServerConfig(
         for name in (arg.partition("=")[0].replace("_", "-") for arg in self.args):
             if name in _OURS:
                 raise ValueError(f"args has {name}, which ServerEngine sets itself: {_OURS[name]}")
-        if self.tensor_parallel_size < 1:
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}; expected 1 or more"
-            )
+        for name, least in {"tensor_parallel_size": 1, "max_lora_rank": 0, "max_loras": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more")
         for name in ("start_timeout_s", "stop_timeout_s", "control_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0")
@@ -163,6 +170,12 @@ class ServerDialect(Protocol):
 
     def load(self, path: str) -> list[HttpRequest]:
         """Return requests that load the weights of a folder and empty the prefix cache."""
+
+    def load_adapter(self, name: str, path: str) -> HttpRequest:
+        """Return the request that loads an adapter from a folder in the form of PEFT."""
+
+    def unload_adapter(self, name: str) -> HttpRequest:
+        """Return the request that unloads an adapter, which no generation uses."""
 
     def sleep(self, level: int) -> list[HttpRequest]:
         """Return requests that release memory; levels as in InferenceEngine.sleep."""

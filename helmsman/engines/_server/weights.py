@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,11 @@ from pathlib import Path
 import torch
 
 from helmsman.api.weights import Weights, WeightsOnDisk
+from helmsman.engines._models.adapter_files import (
+    is_adapter_in_files,
+    rank_in_files,
+    write_received,
+)
 from helmsman.engines._models.files import INDEX_FILE, FolderWriter
 from helmsman.engines._models.folders import read_config
 from helmsman.engines._weights.fit import Expected, expected_of, require_fit
@@ -51,6 +57,11 @@ def forms_of(folder: str, args: Sequence[str] = ()) -> list[Expected]:
     except ValueError as error:
         log.warning("weights for %s are loaded without checking that they fit: %s", folder, error)
         return []
+
+
+def has_random_weights(args: Sequence[str]) -> bool:
+    """Return whether a server with these arguments starts with random weights."""
+    return re.search(r"--load[-_]format[= ]dummy\b", " ".join(args)) is not None
 
 
 def warn_without_room(folder: str, exchange_folder: str) -> None:
@@ -107,8 +118,12 @@ def _remove_abandoned(path: str) -> None:
 
 @contextlib.contextmanager
 def as_folder(
-    weights: Weights, group: WeightGroup, forms: Sequence[Expected], exchange_folder: str
-) -> Iterator[str]:
+    weights: Weights,
+    group: WeightGroup,
+    forms: Sequence[Expected],
+    exchange_folder: str,
+    max_lora_rank: int,
+) -> Iterator[tuple[str, bool]]:
     """Provide weights from any source as a folder that the server can read during the block.
 
     Servers load the tensors that they find and ignore missing ones, so names and shapes are checked
@@ -119,30 +134,47 @@ def as_folder(
         group: This process's membership in weight-sync groups.
         forms: Accepted names and shapes; empty accepts all.
         exchange_folder: Folder in which files are written if the weights are not files yet.
+        max_lora_rank: Largest rank of an adapter; 0 for none.
 
     Yields:
-        The path of the folder.
+        The path of the folder, and whether it has an adapter in the form of PEFT.
 
     Raises:
-        ValueError: The weights do not fit the model, or a checksum does not match.
+        ValueError: The weights do not fit the model, an adapter's rank is too large, or a checksum
+            does not match.
         ConnectionError: A member of the weight-sync group is missing or late.
         OSError: Files cannot be read or written.
     """
     with incoming(weights, group) as arriving:
-        if forms:
+        is_adapter = is_adapter_in_files(arriving.shapes)
+        if is_adapter:
+            _require_rank(rank_in_files(arriving.shapes), max_lora_rank)
+        elif forms:
             require_fit(forms, arriving.shapes)
-        if isinstance(weights, WeightsOnDisk):
+        if isinstance(weights, WeightsOnDisk) and not is_adapter:
             if _has_checksums(weights.path):
                 for _ in arriving:
                     pass  # reading verifies the checksums
-            yield weights.path
+            yield weights.path, False
             return
         path = tempfile.mkdtemp(prefix="weights.", dir=exchange_folder)
         try:
-            write_folder(arriving, path)
-            yield path
+            if is_adapter:
+                write_received(path, arriving)
+            else:
+                write_folder(arriving, path)
+            yield path, is_adapter
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _require_rank(rank: int, max_lora_rank: int) -> None:
+    if rank > max_lora_rank:
+        raise ValueError(
+            f"an adapter of rank {rank} arrived, and ServerConfig.max_lora_rank is "
+            f"{max_lora_rank or '0, for none'}; expected {rank} or more. Set it, or send the whole "
+            "model (WeightFormat.adapters False)"
+        )
 
 
 def _has_checksums(path: str) -> bool:

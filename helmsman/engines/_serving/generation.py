@@ -81,7 +81,8 @@ class Generation:
     ) -> None:
         self.request, self.adapter = request, adapter
         self.version = version
-        """Version of its adapter, under which it ends; None if its tokens have the server's."""
+        """Version under which it ends, beside newer adapters; None if its tokens have the server's.
+        """
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []

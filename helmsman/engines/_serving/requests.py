@@ -108,6 +108,27 @@ class Requests:
                 lambda: not any(each.is_closing or not closing for each in self._attempts)
             )
 
+    def keep_versions(self) -> None:
+        """Give all tokens of requests in flight the version that is served now."""
+        for each in self.generations.values():
+            if each.version is None:
+                each.version = self.version
+
+    async def leave_adapters(self, adapters: Sequence[Any]) -> None:
+        """Continue requests without these adapters, under the version that is served.
+
+        Requests are held; those that use one of the adapters are computed again.
+        """
+        left = {id(each) for each in adapters}
+        for attempt in self._attempts:
+            if id(attempt.generations[0].adapter) in left:
+                attempt.close()
+        await self.until_ended(closing=True)
+        for each in self.generations.values():
+            each.version = None
+            if id(each.adapter) in left:
+                each.adapter = None
+
     async def notify(self) -> None:
         """Wake all waiters to check their conditions again."""
         async with self._changed:

@@ -13,30 +13,28 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
+from helmsman.engines._serving.adapters import TrainedAdapters
 from helmsman.engines._serving.requests import Attempt, Requests
 from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.nodes import OtherNodes
 from helmsman.engines._vllm.transfer import VLLMTransfer
 from helmsman.engines.vllm_config import VLLMConfig
-from helmsman.engines.weights import PartialWeightUpdateError, base_is_gone, partial_update
+from helmsman.engines.weights import (
+    PartialWeightUpdateError,
+    base_is_gone,
+    base_is_random,
+    partial_update,
+)
 
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.25
-
-
-class TrainedAdapter(NamedTuple):
-    """An adapter that a trainer has sent."""
-
-    adapter: Any
-    """vLLM's LoRARequest."""
-    version: int
 
 
 class VLLMInstance:
@@ -74,10 +72,8 @@ class VLLMInstance:
         self._adapter = config.adapter
         self._has_base = config.load_format != "dummy"
         """Whether the weights below adapters are those of the folder or of an update."""
-        self._trained: TrainedAdapter | None = None
-        """The adapter of requests when no loaded one is chosen."""
-        self._retired: list[TrainedAdapter] = []
-        """Earlier ones, with which requests in flight end."""
+        self._trained = TrainedAdapters(self.requests, self._unload_trained)
+        """Used when no loaded adapter is chosen."""
         self._folders = (
             tempfile.TemporaryDirectory(prefix="helmsman-adapters-")
             if config.max_lora_rank
@@ -186,10 +182,9 @@ class VLLMInstance:
         self._require_life()
         if not self.state.has_cache:
             raise RuntimeError("a request arrived while the engine is asleep; call wake() first")
-        if self._trained is None or self._adapter:
+        if self._adapter:
             return await self.requests.generate(requests, self._adapters.get(self._adapter))
-        trained = self._trained
-        return await self.requests.generate(requests, trained.adapter, trained.version)
+        return await self._trained.generate(requests)
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
         """End requests early (None: all) with all of their tokens; return how many were ended."""
@@ -304,15 +299,14 @@ class VLLMInstance:
                     return version
                 if not self.state.is_whole:
                     await self._restore_adapters()
-                await self._retire_trained(None)
             except PartialWeightUpdateError:
                 self._on(WeightEvent.TORN)
                 raise
             else:
                 self._on(WeightEvent.UPDATED)
                 self._has_base = True
-                self.requests.version = version
                 self._num_updates += 1
+                await self._trained.serve(None, version)
             finally:
                 await self._go_on()
             return version
@@ -334,27 +328,15 @@ class VLLMInstance:
         if not self.state.is_whole:
             raise base_is_gone()
         if not self._has_base:
-            raise ValueError(
-                "a trained adapter arrived, but the base model's weights are random (load_format "
-                "'dummy'); load them from the folder (load_format 'auto'), or send the whole model "
-                "(WeightFormat.adapters False)"
-            )
+            raise base_is_random()
         number = next(self._lora_numbers)
         adapter = LoRARequest(f"version {version}", number, folder)
         await self._add_adapter(adapter)
-        await self._retire_trained(TrainedAdapter(adapter, version))
-        self.requests.version = version
+        await self._trained.serve(adapter, version)
 
-    async def _retire_trained(self, trained: TrainedAdapter | None) -> None:
-        """Replace the trained adapter, and unload earlier ones that no request uses."""
-        if self._trained is not None:
-            self._retired.append(self._trained)
-        self._trained = trained
-        used = {id(each.adapter) for each in self.requests.generations.values()}
-        for old in [each for each in self._retired if id(each.adapter) not in used]:
-            self._retired.remove(old)
-            await self._call(self._llm.remove_lora(old.adapter.lora_int_id))
-            shutil.rmtree(old.adapter.lora_path, ignore_errors=True)
+    async def _unload_trained(self, adapter: Any) -> None:
+        await self._call(self._llm.remove_lora(adapter.lora_int_id))
+        shutil.rmtree(adapter.lora_path, ignore_errors=True)
 
     async def _restore_adapters(self) -> None:
         """Load all adapters again, whose memory a sleep at level 2 has dropped."""

@@ -100,6 +100,29 @@ def request_amx() -> None:
         torch.cpu._init_amx()
 
 
+def keep_base_rows() -> None:
+    """Make vLLM compute requests without an adapter right beside requests with one, on the host.
+
+    Their index, -1, selects the adapter of the last slot (0.32; vLLM #48421, open in 2026-11).
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    shrink = lora_ops.bgmv_shrink
+
+    def bgmv_shrink(
+        inputs: torch.Tensor,
+        a: torch.Tensor,
+        output: torch.Tensor,
+        indices: torch.Tensor,
+        *args: Any,
+    ) -> None:
+        shrink(inputs, a, output, indices, *args)
+        output[indices < 0] = 0.0
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
+
+
 async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None]) -> Any:
     """Start an AsyncLLM on the running event loop, blocking it until vLLM's processes are ready.
 

@@ -27,6 +27,8 @@ from helmsman.engines.weight_transfer import StreamSink, incoming
 from helmsman.engines.weights import PartialWeightUpdateError
 
 internals.request_amx()
+if internals.is_on_host():
+    internals.keep_base_rows()
 
 Outcome = dict[str, Any]
 """``error`` (type, message) and whether the weights are ``torn``; empty on success."""

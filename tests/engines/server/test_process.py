@@ -288,6 +288,8 @@ def test_initialize_exchange_folder_missing(model: str) -> None:
         ("--host", r"ServerConfig\.host"),
         ("--api_key", "its own"),
         ("--model", "model"),
+        ("--max_loras", r"ServerConfig\.max_loras"),
+        ("--max-lora-rank=8", r"ServerConfig\.max_lora_rank"),
     ],
 )
 def test_server_config_reserved_args(arg: str, instead: str) -> None:

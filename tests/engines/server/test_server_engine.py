@@ -26,7 +26,14 @@ from helmsman.engines._weights.sending import checksum_of
 from helmsman.engines.server_engine import ServerEngine
 from helmsman.engines.weights import PartialWeightUpdateError
 from tests.contract.helpers import stop
-from tests.engines.little_servers import DIALECTS, continuation, engine_of, tensors_of, write_model
+from tests.engines.little_servers import (
+    DIALECTS,
+    adapter_of,
+    continuation,
+    engine_of,
+    tensors_of,
+    write_model,
+)
 
 LIMIT_S = 60.0
 ENDLESS = 90_000
@@ -103,12 +110,7 @@ async def begun(engine: ServerEngine, *names: str) -> list[asyncio.Task[Generati
         asyncio.create_task(engine.agenerate(asked(name, PROMPTS.get(name, [1, 2]))))
         for name in names
     ]
-    await until(
-        lambda: (
-            len(num_tokens(engine)) >= len(names)
-            and min(num_tokens(engine)[name] for name in names) > 5
-        )
-    )
+    await until(lambda: min(num_tokens(engine).get(name, 0) for name in names) > 5)
     return tasks
 
 
@@ -488,6 +490,168 @@ async def test_update_weights_torn_then_server_dies(dialect: str, tmp_path: Path
         os.kill(engine.server_pid(), signal.SIGKILL)
         with pytest.raises(ServerLostError):
             await asyncio.wait_for(task, LIMIT_S)
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+ADAPTERS = {"max_lora_rank": 4, "max_loras": 3}
+
+
+async def gained(engine: ServerEngine, *names: str) -> None:
+    """Wait until each of these requests has some more tokens."""
+    before = num_tokens(engine)
+    await until(lambda: min(num_tokens(engine)[name] - before[name] for name in names) > 5)
+
+
+async def ended(
+    engine: ServerEngine, name: str, task: asyncio.Task[GenerationResult], num_left: int
+) -> GenerationResult:
+    """Abort a request, and wait until the server has ended it."""
+    await engine.abort([name])
+    await until(lambda: server_has(engine, num_left))
+    return await task
+
+
+def loaded(engine: ServerEngine) -> list[str]:
+    """Return the adapters that the server was asked to load, less those to unload."""
+    names = [each["body"]["lora_name"] for each in route_of(engine, "load_lora_adapter")]
+    for each in route_of(engine, "unload_lora_adapter"):
+        names.remove(each["body"]["lora_name"])
+    return names
+
+
+def route_of(engine: ServerEngine, name: str) -> list[dict[str, Any]]:
+    return [*seen(engine, f"/v1/{name}"), *seen(engine, f"/{name}")]
+
+
+def require_of(result: GenerationResult, prompt: list[int], *parts: tuple[int, float]) -> None:
+    """Require versions in this order, each with its weight; each has a token."""
+    assert list(dict.fromkeys(result.versions)) == [version for version, _ in parts]
+    assert result.versions == sorted(result.versions)
+    cut: list[int] = [*prompt]
+    logprobs: list[float] = []
+    for version, weight in parts:
+        made, known = continuation(cut, result.versions.count(version), weight)
+        cut, logprobs = cut + made, logprobs + known
+    assert [*prompt, *result.token_ids] == cut
+    assert result.logprobs == pytest.approx(logprobs)
+
+
+async def test_adapters_beside_requests(dialect: str, tmp_path: Path) -> None:
+    """Requests end under the adapter that they began with, or the base model; none is paused."""
+    async with running(dialect, tmp_path, **ADAPTERS) as engine:
+        words = psutil.Process(engine.server_pid()).cmdline()
+        assert words[words.index("--max-lora-rank") + 1] == "4"
+        number = "--max-loras" if dialect == "vllm" else "--max-loras-per-batch"
+        assert words[words.index(number) + 1] == ("3" if dialect == "vllm" else "4")
+        tasks = await begun(engine, "a")
+        for version, name in enumerate("bcd", 1):
+            assert await engine.update_weights(adapter_of(version / 8), version) == version
+            tasks += await begun(engine, name)
+        await gained(engine, *"abcd")
+        assert [name.partition(".")[0] for name in loaded(engine)] == [
+            "version-1",
+            "version-2",
+            "version-3",
+        ]
+        require_of(await ended(engine, "a", tasks[0], 3), [1, 2], (0, 0.0))
+        require_of(await ended(engine, "c", tasks[2], 2), [1, 2], (2, 0.25))
+        assert await engine.update_weights(adapter_of(0.5), 3) == 3  # a version comes again
+        assert sorted(os.listdir(engine._exchange)) == sorted(loaded(engine))
+        assert [name.partition(".")[0] for name in loaded(engine)] == [
+            "version-1",
+            "version-3",
+            "version-3",
+        ]
+        await gained(engine, "b", "d")
+        require_of(await ended(engine, "b", tasks[1], 1), PROMPTS["b"], (1, 0.125))
+        require_of(await ended(engine, "d", tasks[3], 0), [1, 2], (3, 0.375))
+        require_of(await engine.agenerate(asked("e", [3], 8)), [3], (3, 0.5))
+        assert not seen(engine, "/pause")
+        assert not seen(engine, "/pause_generation")
+
+
+async def test_adapter_of_samples(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, **ADAPTERS) as engine:
+        await engine.update_weights(adapter_of(0.125), 1)
+        requests = [asked(f"a#{index}", [1, 2], 6) for index in range(3)]
+        for result in await engine.agenerate_samples(requests):
+            require_of(result, [1, 2], (1, 0.125))
+
+
+async def test_attempt_repeated_with_its_adapter(dialect: str, tmp_path: Path) -> None:
+    """The server ends requests at a pause, which fails: they continue with their adapters."""
+    async with running(dialect, tmp_path, **ADAPTERS) as engine:
+        await engine.update_weights(adapter_of(0.125), 1)
+        (task,) = await begun(engine, "a")
+        await engine.update_weights(adapter_of(0.25), 2)
+        ask(engine, "/fail-to-pause")
+        with pytest.raises(ServerRequestError, match="it paused, and then failed"):
+            await engine.update_weights(tensors_of(1.0), 3)
+        await gained(engine, "a")
+        assert len(generations(engine)) == 2
+        require_of(await ended(engine, "a", task, 0), [1, 2], (1, 0.125))
+        require_of(await engine.agenerate(asked("b", [3], 8)), [3], (2, 0.25))
+
+
+async def test_whole_model_ends_adapters(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, **ADAPTERS) as engine:
+        tasks = await begun(engine, "a")
+        await engine.update_weights(adapter_of(0.125), 1)
+        tasks += await begun(engine, "b")
+        await engine.update_weights(adapter_of(0.25), 2)
+        await engine.update_weights(tensors_of(1.0), 3)
+        assert not loaded(engine)
+        assert not os.listdir(engine._exchange)
+        await gained(engine, "a", "b")
+        await engine.update_weights(adapter_of(0.5), 4)
+        await gained(engine, "a", "b")
+        require_of(await ended(engine, "a", tasks[0], 1), [1, 2], (0, 0.0), (3, 1.0))
+        require_of(await ended(engine, "b", tasks[1], 0), [5], (1, 0.125), (3, 1.0))
+        require_of(await engine.agenerate(asked("c", [3], 8)), [3], (4, 1.5))
+
+
+async def test_adapters_refused(engine: ServerEngine, dialect: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"of rank 2 arrived.*max_lora_rank is 0, for none; exp"):
+        await engine.update_weights(adapter_of(0.125), 1)
+    async with running(dialect, tmp_path, **ADAPTERS) as engine:
+        with pytest.raises(ValueError, match=r"rank 5 arrived.*rank is 4; expected 5 or more"):
+            await engine.update_weights(adapter_of(0.125, rank=5), 1)
+        await engine.update_weights(adapter_of(0.125), 1)
+        with pytest.raises(ServerRequestError, match="a tensor is torn"):
+            await engine.update_weights(adapter_of(math.nan), 2)
+        assert os.listdir(engine._exchange) == ["version-1.1"]
+        require_of(await engine.agenerate(asked("a", [3], 8)), [3], (1, 0.125))
+        with pytest.raises(PartialWeightUpdateError):
+            await engine.update_weights(WeightsOnDisk(write_model(tmp_path / "torn", math.nan)), 2)
+        with pytest.raises(RuntimeError, match="the base model's weights are gone"):
+            await engine.update_weights(adapter_of(0.25), 3)
+
+
+async def test_adapter_over_random_weights_refused(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, "--load-format=dummy", **ADAPTERS) as engine:
+        with pytest.raises(ValueError, match="the base model's weights are random"):
+            await engine.update_weights(adapter_of(0.125), 1)
+        await engine.update_weights(tensors_of(1.0), 1)
+        await engine.update_weights(adapter_of(0.125), 2)
+        require_of(await engine.agenerate(asked("a", [3], 8)), [3], (2, 1.125))
+
+
+async def test_adapters_and_sleep(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, sleep=True, **ADAPTERS) as engine:
+        await engine.update_weights(adapter_of(0.125), 1)
+        await engine.sleep()
+        await engine.wake(weights_only=True)
+        await engine.update_weights(adapter_of(0.25), 2)
+        await engine.wake()
+        require_of(await engine.agenerate(asked("a", [3], 8)), [3], (2, 0.25))
+        await engine.sleep(level=2)
+        await engine.wake(weights_only=True)
+        with pytest.raises(RuntimeError, match="sleep at level 1, or send the whole model"):
+            await engine.update_weights(adapter_of(0.5), 3)
+        await engine.update_weights(tensors_of(1.0), 3)
+        await engine.wake()
+        require_of(await engine.agenerate(asked("a", [3], 8)), [3], (3, 1.0))
 
 
 # --- sleep ----------------------------------------------------------------------------------------

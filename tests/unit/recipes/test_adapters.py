@@ -43,7 +43,8 @@ def settings_of(engine: str = "vllm", way: Any = "auto", **lora: Any) -> GRPOSet
     [
         ("vllm", "auto", True),
         ("hf", "auto", True),
-        ("server", "auto", False),
+        ("server", "auto", True),
+        ("my.Engine", "auto", False),
         ("server", "adapter", True),
         ("vllm", "merged", False),
     ],
@@ -52,8 +53,9 @@ def test_sends_adapters_where_the_engine_takes_them(engine: str, way: str, sends
     assert sends_adapters(settings_of(engine, way, rank=4)) is sends
 
 
-def test_vllm_gets_rank_and_number(tmp_path: Path) -> None:
-    arguments = engine_arguments(settings_of(rank=20))
+@pytest.mark.parametrize("engine", ["vllm", "server"])
+def test_engine_gets_rank_and_number(engine: str, tmp_path: Path) -> None:
+    arguments = engine_arguments(settings_of(engine, rank=20))
     assert (arguments["max_lora_rank"], arguments["max_loras"]) == (32, 4)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8}))
     assert engine_arguments(settings_of(path=str(tmp_path)))["max_lora_rank"] == 8
