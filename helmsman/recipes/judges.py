@@ -31,8 +31,6 @@ _OF_TEXT = ("parse", "max_new_tokens", "engine")
 """Settings of language models, which reward models do not have."""
 _MOST_KEPT = 4096
 """Number of newest texts whose answers are kept."""
-_MOST_SHOWN = 400
-"""Last characters of a judge's answer in a message."""
 
 
 class LastNumber:
@@ -304,7 +302,6 @@ class JudgeReward:
             found = error
         if isinstance(found, Exception):
             end = ", cut off at max_new_tokens" if result.stop_reason == "length" else ""
-            text = f"{verdict[-_MOST_SHOWN:]!r}{end}"
+            text = f"{verdict[-400:]!r}{end}"  # judges reason first
             raise ValueError(f"the judge {self._judge.name!r} answered {text}: {found}")
-        value: float | None = found
-        return value
+        return None if found is None else float(found)
