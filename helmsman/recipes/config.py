@@ -29,6 +29,7 @@ from helmsman.recipes.settings import (
     AGENT_REWARD,
     DPOSettings,
     GRPOSettings,
+    Reward,
     RunSettings,
     name_of,
 )
@@ -61,6 +62,11 @@ _GIVEN_ELSEWHERE = {"model": "model", "lr": "train.lr", "seed": "seed"}
 """Fields of the trainer's engine that are set by other settings of the run."""
 _CORRECTED = ("grpo", "ppo", "gspo", "cispo")
 """Losses that read the column ``importance``."""
+_OF_JUDGES = (
+    *("prompt", "parse", "label", "max_new_tokens"),
+    *("instances", "devices", "engine", "engine_args"),
+)
+"""Settings of rewards that only judges have."""
 _BOUNDS = {">=": "{:g} or more", ">": "more than {:g}", "<=": "at most {:g}"}
 """Words for the signs in messages of msgspec."""
 
@@ -515,6 +521,14 @@ def _check_cluster(settings: GRPOSettings) -> None:
                 f"{spans}; sync.way {settings.sync.way!r} reaches only one of these nodes, "
                 "use 'collective' or 'disk'"
             )
+    needed, total = cluster.train_workers, cluster.devices_per_node * cluster.num_nodes
+    if cluster.placement == "separated":
+        needed += cluster.rollout_instances * cluster.rollout_devices
+    if (judging := settings.num_judge_devices) and needed + judging > total:
+        raise ValueError(
+            f"rewards[].devices: judges take {judging} devices and the other roles {needed}, "
+            f"expected at most {total} together; judges share none. Set it to 0 for CPUs"
+        )
     if cluster.placement == "colocated":
         num_devices = cluster.rollout_instances * cluster.rollout_devices
         if cluster.takes_turns and num_devices != cluster.train_workers:
@@ -542,6 +556,14 @@ def _check_cluster(settings: GRPOSettings) -> None:
 
 def _check_rewards(settings: GRPOSettings) -> None:
     names = [name_of(reward) for reward in settings.rewards]
+    for index, reward in enumerate(settings.rewards):
+        at = f"rewards[{index}]"
+        if bool(reward.use) == bool(reward.judge):
+            found = "are both given" if reward.use else "are both empty"
+            raise ValueError(f"{at}.use and {at}.judge {found}; expected one of them")
+        given = [name for name in _OF_JUDGES if getattr(reward, name) != getattr(Reward(), name)]
+        if given and not reward.judge:
+            raise ValueError(f"{at}.{given[0]} is given without {at}.judge; expected both")
     agent = settings.agent
     if agent.use and agent.command:
         raise ValueError("agent.use and agent.command are both given; expected one of them")
@@ -584,12 +606,14 @@ def _check_recorded(settings: GRPOSettings) -> None:
 
 def _check_rest(settings: GRPOSettings) -> None:
     evaluation, algorithm = settings.evaluation, settings.algorithm
-    engine = settings.rollout.engine
-    if engine not in (*ENGINES, "recorded") and "." not in engine:
-        raise ValueError(
-            f"rollout.engine is {engine!r}; expected {', '.join(ENGINES)}, recorded, or a class's "
-            "import path"
-        )
+    engines: dict[str, str | None] = {"rollout.engine": settings.rollout.engine}
+    engines |= {f"rewards[{i}].engine": each.engine for i, each in enumerate(settings.rewards)}
+    for key, engine in engines.items():
+        known = (*ENGINES, "recorded") if key == "rollout.engine" else tuple(ENGINES)
+        if engine is not None and engine not in known and "." not in engine:
+            raise ValueError(
+                f"{key} is {engine!r}; expected {', '.join(known)}, or a class's import path"
+            )
     if "." not in algorithm.loss and algorithm.loss not in LOSS_NAMES:
         raise ValueError(
             f"algorithm.loss is {algorithm.loss!r}; expected {', '.join(LOSS_NAMES)}, or a "

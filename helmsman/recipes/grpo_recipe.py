@@ -19,12 +19,13 @@ from helmsman.recipes.critic import CriticModel
 from helmsman.recipes.devices import Devices
 from helmsman.recipes.episodes import Episodes
 from helmsman.recipes.grpo import GRPOLoop
+from helmsman.recipes.judges import Judge
 from helmsman.recipes.prompts import Dataset, Draws
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.recorded import NoAnswers, RolloutFiles
 from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
 from helmsman.recipes.rewards import Caller, make_caller
-from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
+from helmsman.recipes.roles import judge_role, make_jobs, make_rollout, make_trainer
 from helmsman.recipes.run import RecipeRun
 from helmsman.recipes.scorer import Scorer
 from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
@@ -95,6 +96,8 @@ class GRPO(Recipe[GRPOSettings]):
             return {name: getattr(reward, name) for name in reward.__struct_fields__}
         if isinstance(reward, Mapping):
             entries = dict(reward)
+            if callable(entries.get("parse")):
+                entries["parse"] = self._entries(entries["parse"])["use"]
             if callable(entries.get("use")):
                 return {**entries, **self._entries(entries["use"])}
             return entries
@@ -112,12 +115,15 @@ class GRPO(Recipe[GRPOSettings]):
             BackendNotInstalledError: A package is missing.
         """
         dataset = super().load_data()
-        self._callers, self._recording = list[Caller](), RolloutFiles(self.settings, self.tokenizer)
+        settings, functions, self._callers = self.settings, self.functions, list[Caller]()
+        self._recording = RolloutFiles(settings, self.tokenizer)
+        self._judges = [Judge(reward, settings, functions) for reward in settings.judges]
         if teacher := self.settings.algorithm.teacher:
             check_teacher(teacher, self.settings.model)
         if self.settings.rollout.is_recorded:
             return dataset  # answers have their rewards
-        self._callers = [make_caller(reward, self.functions) for reward in self.settings.rewards]
+        plain = [reward for reward in settings.rewards if not reward.judge]
+        self._callers = [make_caller(reward, functions) for reward in plain]
         agent = self.settings.agent
         if agent.is_given:
             with needed_by("the agent's gateway", "aiohttp"):
@@ -131,6 +137,8 @@ class GRPO(Recipe[GRPOSettings]):
         if self.settings.rollout.is_recorded:
             self._check_recording()
         for row in (*self.dataset.train, *self.dataset.held_out):
+            for judge in self._judges:
+                judge.require_row(row)
             for caller in self._callers:
                 try:
                     caller.require_row(row.entry, row.answer)
@@ -165,21 +173,20 @@ class GRPO(Recipe[GRPOSettings]):
         return text
 
     def jobs(self) -> list[Job]:
-        """Return the jobs of trainer, rollout, reference (with a KL term) and critic (PPO)."""
+        """Return the jobs of trainer, rollout, reference (with a KL term), critic and judges."""
         return make_jobs(self.settings)
 
     def start(
         self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
     ) -> Callable[[Trackers], None]:
-        """Start rewards, trainer, reference, critic and rollout."""
+        """Start trainer, reference, critic, rollout, judges and rewards."""
         settings = self.settings
-        scorer, is_recorded = None, settings.rollout.is_recorded
-        if not (settings.agent.is_given or is_recorded):
-            scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
+        is_recorded = settings.rollout.is_recorded
+        served = {"rollout", *map(judge_role, settings.judges)}
         ranked = {
             role: make_trainer(settings, scheduler, job)
             for role, job in jobs.items()
-            if role != "rollout"
+            if role not in served
         }
         trainer, ranks, values = ranked["train"], ranked.get("reference"), ranked.get("critic")
         for controller in ranked.values():
@@ -191,12 +198,15 @@ class GRPO(Recipe[GRPOSettings]):
         if not is_recorded:
             rollout = make_rollout(settings, scheduler, jobs["rollout"])
             rollout.initialize()
-            if scorer is None:
+            if settings.agent.is_given:
                 gateway = held.enter_context(self._gateway(rollout))
                 staleness = settings.rollout.staleness
                 answers = AgentAnswers(gateway, settings.agent, staleness, self.functions)
             else:
-                answers = SingleAnswers(rollout, self.tokenizer, scorer)
+                for judge in self._judges:
+                    judge.serve(scheduler, jobs[judge_role(judge.reward)])
+                scorer = Scorer(settings.rewards, scheduler, self.functions, self._judges)
+                answers = SingleAnswers(rollout, self.tokenizer, held.enter_context(scorer))
         elif settings.cluster.takes_turns:
             trainer.wake()  # and keeps the devices
 
@@ -218,7 +228,7 @@ class GRPO(Recipe[GRPOSettings]):
             episodes = held.enter_context(
                 contextlib.closing(Episodes(settings, run.draws, answers, self._recording))
             )
-            has_judge = bool(settings.rewards) or settings.agent.is_given
+            is_rated = bool(settings.rewards) or settings.agent.is_given
             run.parts = [episodes, *([] if critic is None else [critic]), devices]
             run.others = [] if values is None else [values]
             GRPOLoop(
@@ -230,7 +240,7 @@ class GRPO(Recipe[GRPOSettings]):
                 reference=reference,
                 teacher=teacher,
                 critic=critic,
-                held_out=self.dataset.held_out if has_judge and not is_recorded else [],
+                held_out=self.dataset.held_out if is_rated and not is_recorded else [],
                 tokenizer=self.tokenizer,
             ).train()
 

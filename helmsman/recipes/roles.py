@@ -23,7 +23,7 @@ from helmsman import (
     make_scheduler,
 )
 from helmsman.policies import LeastOutstandingTokens, PrefixAffinity, RoundRobin
-from helmsman.recipes.settings import GRPOSettings, Machines, RunSettings
+from helmsman.recipes.settings import GRPOSettings, Machines, Reward, RunSettings, name_of
 from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory, WeightFormat
 
 ENGINE_MODULES = ("torch", "helmsman.engines.train", "helmsman.engines.rollout")
@@ -45,17 +45,38 @@ _POLICIES = {
 
 
 def make_jobs(settings: GRPOSettings) -> list[Job]:
-    """Return the jobs in start order: trainer, rollout, reference, teacher, critic."""
-    jobs = [train_job(settings)]
+    """Return the jobs in start order: trainer, rollout, reference, teacher, critic, judges."""
+    cluster, jobs = settings.cluster, [train_job(settings)]
     if not settings.rollout.is_recorded:
-        jobs.append(_rollout_job(settings.cluster))
+        jobs.append(_rollout_job(cluster))
     if settings.algorithm.kl_coef and settings.train.lora is None:
         jobs.append(sibling_job(settings, "reference"))
     if settings.algorithm.teacher:
         jobs.append(sibling_job(settings, "teacher"))
     if settings.algorithm.preset == "ppo":
         jobs.append(sibling_job(settings, "critic"))
-    return jobs
+    return jobs + [
+        _instances(cluster, judge_role(each), each.instances, each.devices)
+        for each in settings.judges
+    ]
+
+
+def judge_role(reward: Reward) -> str:
+    """Return the role of a reward's judge."""
+    return f"judge-{name_of(reward)}".replace("/", "-").strip()
+
+
+def _instances(cluster: Machines, role: str, replicas: int, devices: int) -> Job:
+    """Return the job of instances with devices of their own."""
+    spec = SchedulingSpec(
+        cpu=cluster.rollout_cpus,
+        gpu=devices if cluster.devices_per_node else 0,
+        mem=cluster.rollout_mem,
+        port_count=1,  # for the instance's server
+        env_vars=_env_vars(cluster, cluster.rollout_threads),
+        ray_placement_strategy="deferred" if 0 < cluster.devices_per_node < devices else "separate",
+    )
+    return Job(role=role, replicas=replicas, tasks=[spec])
 
 
 def train_job(settings: RunSettings) -> Job:
@@ -73,18 +94,10 @@ def train_job(settings: RunSettings) -> Job:
 
 
 def _rollout_job(cluster: Machines) -> Job:
-    instances, threads = cluster.rollout_instances, cluster.rollout_threads
+    instances = cluster.rollout_instances
     if cluster.placement == "colocated":
-        return _beside_trainer(cluster, "rollout", instances, threads)
-    spec = SchedulingSpec(
-        cpu=cluster.rollout_cpus,
-        gpu=cluster.rollout_devices if cluster.devices_per_node else 0,
-        mem=cluster.rollout_mem,
-        port_count=1,  # for the instance's server
-        env_vars=_env_vars(cluster, threads),
-        ray_placement_strategy="deferred" if cluster.rollout_spans_nodes else "separate",
-    )
-    return Job(role="rollout", replicas=instances, tasks=[spec])
+        return _beside_trainer(cluster, "rollout", instances, cluster.rollout_threads)
+    return _instances(cluster, "rollout", instances, cluster.rollout_devices)
 
 
 def sibling_job(settings: RunSettings, role: str) -> Job:
@@ -143,8 +156,17 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
     )
 
 
-def make_rollout(settings: GRPOSettings, scheduler: Scheduler, job: Job) -> RolloutController:
-    """Return the controller of the rollout instances."""
+def make_rollout(
+    settings: GRPOSettings, scheduler: Scheduler, job: Job, timeout_s: float | None = None
+) -> RolloutController:
+    """Return the controller of the rollout instances.
+
+    Args:
+        settings: The settings of the run.
+        scheduler: The scheduler of the run.
+        job: The job of the instances.
+        timeout_s: Seconds from sending a request to its result; ``cluster.call_timeout_s`` if None.
+    """
     rollout = settings.rollout
     return RolloutController(
         scheduler,
@@ -152,6 +174,8 @@ def make_rollout(settings: GRPOSettings, scheduler: Scheduler, job: Job) -> Roll
         job,
         engine_kwargs=engine_arguments(settings),
         max_in_flight_per_worker=rollout.max_in_flight,
+        max_queue=1 << 30,  # a judge must not wait in submit
+        request_timeout=timeout_s,
         policy=_POLICIES[rollout.policy](),
         retries=RetryGeneration(),
         supervision=SupervisionPolicy(),

@@ -13,6 +13,7 @@ import msgspec
 
 from helmsman import GenerationResult, Job, RewardPool, Scheduler, SchedulingSpec
 from helmsman.api.errors import HelmsmanError
+from helmsman.recipes.judges import Judge, JudgeReward
 from helmsman.recipes.prompts import Row
 from helmsman.recipes.rewards import make_caller
 from helmsman.recipes.settings import Reward, name_of
@@ -74,6 +75,7 @@ class Completion(NamedTuple):
 
 _Value = float | Exception | None
 """A reward of an answer: a number, the error, or None if it does not apply to the answer."""
+_Pool = RewardPool | JudgeReward
 
 
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
@@ -83,6 +85,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         rewards: The settings; rewards with ``on_cluster`` run on the scheduler's workers.
         scheduler: The scheduler of the run.
         functions: Functions that the script passed, by ``Reward.use``.
+        judges: The judges, which are served.
 
     Raises:
         ValueError: There is no such reward, or it cannot be called.
@@ -94,29 +97,22 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         rewards: Sequence[Reward],
         scheduler: Scheduler,
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        judges: Sequence[Judge] = (),
     ) -> None:
         self._rewards = tuple(rewards)
         self._held = contextlib.ExitStack()
-        self._pools: list[tuple[RewardPool, bool]] = []
+        self._pools: list[tuple[_Pool, bool]] = []
         with contextlib.ExitStack() as starting:
             for reward in self._rewards:
-                caller = make_caller(reward, functions)
-                if reward.on_cluster:
-                    job = Job(
-                        role=f"reward-{name_of(reward)}",
-                        replicas=reward.processes,
-                        tasks=[SchedulingSpec(cpu=1)],
-                    )
-                    pool = RewardPool(
-                        scheduler, caller, job, reward.timeout_s, max_restarts=_MAX_RESTARTS
-                    )
-                    starting.enter_context(pool).initialize()
+                judge = next((each for each in judges if each.reward is reward), None)
+                if judge is None:
+                    caller = make_caller(reward, functions)
+                    pool = _start(starting, reward, scheduler, caller)
+                    self._pools.append((pool, caller.takes_batches))
                 else:
-                    pool = RewardPool.on_this_machine(
-                        caller, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS
-                    )
-                    starting.enter_context(pool)
-                self._pools.append((pool, caller.takes_batches))
+                    own = judge.parser
+                    parse = None if own is None else _start(starting, reward, scheduler, own)
+                    self._pools.append((JudgeReward(judge, parse), False))
             self._held = starting.pop_all()
 
     async def score(self, row: Row, answers: Sequence[asyncio.Future[Completion]]) -> list[Scored]:
@@ -142,7 +138,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
     async def _of_pool(
         self,
-        pool: RewardPool,
+        pool: _Pool,
         takes_batches: bool,
         row: Row,
         answers: Sequence[asyncio.Future[Completion]],
@@ -155,9 +151,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             return await self._call(pool, row, await asyncio.gather(*answers))
         return await asyncio.gather(*map(one, answers))
 
-    async def _call(
-        self, pool: RewardPool, row: Row, completions: Sequence[Completion]
-    ) -> list[_Value]:
+    async def _call(self, pool: _Pool, row: Row, completions: Sequence[Completion]) -> list[_Value]:
         try:
             values: list[_Value] = await pool([each.given(row) for each in completions])
         except HelmsmanError as error:
@@ -182,3 +176,20 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
+
+
+def _start(
+    held: contextlib.ExitStack, reward: Reward, scheduler: Scheduler, function: Callable[..., Any]
+) -> RewardPool:
+    """Start the processes of a reward, which end with ``held``."""
+    if not reward.on_cluster:
+        return held.enter_context(
+            RewardPool.on_this_machine(
+                function, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS
+            )
+        )
+    role, tasks = f"reward-{name_of(reward)}", [SchedulingSpec(cpu=1)]
+    job = Job(role=role, replicas=reward.processes, tasks=tasks)
+    pool = RewardPool(scheduler, function, job, reward.timeout_s, max_restarts=_MAX_RESTARTS)
+    held.enter_context(pool).initialize()
+    return pool

@@ -5,6 +5,7 @@ The docstring of a field is its text in the documentation's tables.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -252,20 +253,45 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One reward; the reward of an answer is the weighted sum of all."""
 
-    use: str
+    use: str = ""
     """``math`` (math-verify), ``exact``, ``number``, ``format``, or your own function as
-    ``module:function`` or ``path/to/file.py:function``."""
+    ``module:function`` or ``path/to/file.py:function``; empty with a ``judge``."""
+    judge: str | None = None
+    """Local folder of a model that judges the answers, in place of ``use``: a reward model
+    (sequence classification), whose score is the reward, or a language model that is asked by
+    ``prompt``."""
+    prompt: str = ""
+    """Jinja template of the text for the judge, or a file ``*.jinja``, with the row's keys and the
+    names that rewards receive, such as ``completion`` and ``answer``. A reward model needs none: it
+    reads the chat with the answer in its own chat template, or prompt and answer as a pair."""
+    parse: str = ""
+    """The number in the text that a language model answers: a regular expression, of whose last
+    match the first group counts, or a function of this text, written as in ``use``."""
+    label: str | int | None = None
+    """Label of a judge with several, by name or number, whose probability is the reward."""
+    max_new_tokens: Positive = 512
+    """Maximum length of the greedy answer of a language model as judge, in tokens."""
+    instances: Positive = 1
+    """Number of instances of the judge."""
+    devices: Natural = 1
+    """Devices of each instance, which it shares with nothing else; 0 runs it on CPUs. Without
+    accelerators this has no effect."""
+    engine: str | None = None
+    """Engine of a language model as judge, one of those of ``rollout.engine``; its value when null,
+    or ``hf`` on CPUs."""
+    engine_args: dict[str, Any] = {}
+    """Other arguments of the judge's engine."""
     name: str | None = None
-    """Name in metrics; defaults to the last part of ``use``."""
+    """Name in metrics; defaults to the last part of ``use`` or ``judge``."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     args: dict[str, Any] = {}
     """Arguments: ``pattern`` for ``format``, ``tolerance`` for ``number``, keyword arguments for
-    your own function.
+    your own function, variables of a judge's chat template.
     """
     timeout_s: Seconds = 30.0
     """Time limit in seconds for one answer, or for all answers to a prompt if the function takes
-    batches.
+    batches. A judge has it from the moment at which one of its instances is free.
     """
     on_failure: Literal["drop", "raise", "value"] = "drop"
     """Treatment of an answer for which the reward raises, times out or returns no number.
@@ -275,7 +301,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     failure_value: float = 0.0
     """The reward of such an answer with ``on_failure: value``."""
     processes: Positive = 4
-    """Number of processes that compute the reward."""
+    """Number of processes that compute the reward, or ``parse`` of a judge."""
     on_cluster: bool = False
     """Compute the reward on workers of the run's cluster instead of the script's machine."""
 
@@ -516,6 +542,22 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
     """Output folder, at the same path on every node."""
 
     @property
+    def judges(self) -> list[Reward]:
+        """The rewards that a model computes; recorded answers have their rewards."""
+        return [each for each in self.rewards if each.judge and not self.rollout.is_recorded]
+
+    @property
+    def num_instances(self) -> int:
+        """Number of rollout instances and of instances of judges."""
+        return self.cluster.rollout_instances + sum(each.instances for each in self.judges)
+
+    @property
+    def num_judge_devices(self) -> int:
+        """Number of devices of all judges."""
+        has_devices = bool(self.cluster.devices_per_node)
+        return has_devices * sum(each.instances * each.devices for each in self.judges)
+
+    @property
     def max_model_len(self) -> int:
         """Maximum length of prompt plus answer in tokens."""
         longest = max(
@@ -539,4 +581,5 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
 
 def name_of(reward: Reward) -> str:
     """Return the name of a reward in metrics."""
-    return reward.name or reward.use.rpartition(":")[2]
+    found = Path(reward.judge).absolute().name if reward.judge else reward.use.rpartition(":")[2]
+    return reward.name or found

@@ -136,7 +136,9 @@ def _choose_groups(choices: _Choices) -> None:
     """Give each role its share of the devices."""
     cluster, has_rollout = choices.settings.cluster, isinstance(choices.settings, GRPOSettings)
     total = cluster.devices_per_node * cluster.num_nodes
-    if not total:
+    if isinstance(choices.settings, GRPOSettings):
+        total -= choices.settings.num_judge_devices
+    if total < 1:
         return
     if has_rollout and total == 1:
         reason = "trainer and instance take turns on one device"
@@ -163,7 +165,7 @@ def _choose_threads(choices: _Choices) -> None:
     if isinstance(settings, GRPOSettings):
         if settings.rollout.staleness:
             return
-        workers["rollout"] = cluster.rollout_instances
+        workers["rollout"] = settings.num_instances  # judges work beside the others
     total = sum(workers.values())
     most, own = cores, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     reason = f"the roles alternate on {cores} cores"
@@ -243,7 +245,7 @@ def _sizes(settings: RunSettings) -> list[tuple[str, Any, str]]:
     shape, cluster = read_shape(settings.model), settings.cluster
     memory, source, width = cluster.device_memory_gb * 1e9, "a device", 2
     if not cluster.devices_per_node:
-        rollouts = cluster.rollout_instances if isinstance(settings, GRPOSettings) else 0
+        rollouts = settings.num_instances if isinstance(settings, GRPOSettings) else 0
         memory = host_memory_bytes() / (cluster.train_workers + rollouts)
         source, width = "the host, for each worker", 4
     if shape is None or not memory:

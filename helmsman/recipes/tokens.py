@@ -42,12 +42,16 @@ _PARAGRAPHS = (
 class FolderTokenizer:
     """The tokenizer of a local Hugging Face folder; applies its chat template, if it has one.
 
+    Args:
+        folder: The folder.
+        needs_end: Whether a tokenizer without an end token is refused.
+
     Raises:
         ValueError: There is no such folder, or its tokenizer is unusable.
         BackendNotInstalledError: transformers is missing.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, needs_end: bool = True) -> None:
         with needed_by("the tokenizer of a model folder", "transformers"):
             from transformers import AutoTokenizer
 
@@ -63,11 +67,11 @@ class FolderTokenizer:
             raise ValueError(
                 f"{folder!r} has no readable tokenizer in the Hugging Face layout: {reason}"
             ) from exc
-        if self.tokenizer.eos_token_id is None:
+        if self.tokenizer.eos_token_id is None and needs_end:
             raise ValueError(
                 f"the tokenizer in {folder!r} has no end token (eos_token), which answers need"
             )
-        self.eos_id = int(self.tokenizer.eos_token_id)
+        self.eos_id = -1 if self.tokenizer.eos_token_id is None else self.tokenizer.eos_token_id
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the tokens of a prompt, in the chat template if there is one."""
@@ -174,6 +178,22 @@ class ChatTokenizer(FolderTokenizer):
         text = self._render(chat, **how)
         self._require_all(chat, text, **how)
         return text, self._ids(text)
+
+    def encode_chat(self, prompt: Any, answer: str) -> list[int]:
+        """Return the tokens of a chat with its answer, as reward models read them.
+
+        Args:
+            prompt: A text, a message or messages.
+            answer: The text that follows, or that continues the assistant's last message.
+
+        Raises:
+            RowError: The prompt has another form, or the template refuses the chat.
+        """
+        messages = messages_of(prompt, self._field, "user")
+        if messages[-1]["role"] == "assistant":
+            answer = messages.pop()["content"] + answer
+        turn = {"role": "assistant", "content": answer}
+        return self._ids(self._render(Chat([*messages, turn], {}, self._field)))
 
     def answer(
         self, prompt: Any, field: str, answer: Any, variables: dict[str, Any]

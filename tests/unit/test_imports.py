@@ -62,7 +62,7 @@ LAYERS = {
         {"weights"},
         {"_hf", "_vllm"},
         {"_server"},
-        {"rollout", "server_engine", "train", "vllm_engine"},
+        {"classifier", "rollout", "server_engine", "train", "vllm_engine"},
     ],
 }
 """The parts of each room from the bottom up. A part may import only parts of lower layers."""

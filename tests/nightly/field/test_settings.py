@@ -17,6 +17,7 @@ import torch
 from helmsman.recipes import GRPO, make_model
 from helmsman.recipes.command import main
 from helmsman.recipes.config import all_keys
+from tests.recipes.judge_models import make_classifier, make_judge
 from tests.recipes.processes import run_here
 from tests.unit.recipes.data import write_jsonl
 
@@ -61,6 +62,10 @@ UNSEEN = {
 """Setting -> the part that a small run on the inline scheduler lacks to show a difference."""
 
 REWARD: dict[str, Any] = {"use": "tests.nightly.field.test_settings:share", "on_cluster": True}
+JUDGE = ["--rewards", json.dumps([{"judge": "DATA/judge"}])]
+LABELS = ["--rewards", json.dumps([{"judge": "DATA/labels", "label": 1}])]
+ASKED = {"judge": "DATA/asked", "prompt": "{{ completion }}", "parse": r"(\d)(\d)?"}
+VERDICT = ["--rewards", json.dumps([{**ASKED, "max_new_tokens": 3, "on_failure": "value"}])]
 AGENT = ["--agent.use", "tests.field.phases:talk", "--rewards", "[]"]
 TURNS = ["--agent.use", "tests.nightly.field.test_settings:talk_twice", "--rewards", "[]"]
 JUDGED = [
@@ -118,6 +123,15 @@ CHANGES: dict[str, tuple[str, list[str]]] = {
     "checkpoints.export_dtype": ("bfloat16", ["--checkpoints.export", "last"]),
     "checkpoints.every": ("1", []),
     "rewards[].use": ("format", []),
+    "rewards[].judge": ("DATA/labels", JUDGE),
+    "rewards[].prompt": ("{{ completion }}", JUDGE),
+    "rewards[].parse": (r"\d(\d)", VERDICT),
+    "rewards[].label": ("0", LABELS),
+    "rewards[].max_new_tokens": ("1", VERDICT),
+    "rewards[].instances": ("2", JUDGE),
+    "rewards[].devices": ("0", [*JUDGE, "--cluster.devices_per_node", "3"]),
+    "rewards[].engine": ("vllm", VERDICT),
+    "rewards[].engine_args": ('{"max_model_len": 3}', JUDGE),
     "rewards[].name": ("another", []),
     "rewards[].args": ('{"scale": 3}', []),
     "rewards[].on_failure": (
@@ -225,6 +239,9 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         make_model(folder / "model", num_layers=1, width=32)
+        make_classifier(folder / "judge")
+        make_classifier(folder / "labels", labels=("poor", "good"))
+        make_judge(folder / "asked")
         rows = [
             {
                 "prompt": f"{a}+{b}=",

@@ -1,0 +1,307 @@
+"""Judges: models that reward answers, served as rollout roles whose weights stay as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from helmsman import GenerationResult, Job, RewardPool, RolloutController, SamplingParams, Scheduler
+from helmsman.api.errors import HelmsmanError
+from helmsman.api.extras import needed_by
+from helmsman.recipes.messages import is_token_ids, messages_of
+from helmsman.recipes.prompts import Row
+from helmsman.recipes.rewards import GIVEN, Caller, make_caller
+from helmsman.recipes.roles import ENGINES, make_rollout
+from helmsman.recipes.settings import Data, GRPOSettings, Reward, Train, name_of
+from helmsman.recipes.tokens import ChatTokenizer, FolderTokenizer
+
+_CLASSIFIER = "helmsman.engines.classifier.ClassifierEngine"
+_CLASSIFIES = "ForSequenceClassification"
+_GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""Ends of the names of architectures."""
+_OF_TEXT = ("parse", "max_new_tokens", "engine")
+"""Settings of language models, which reward models do not have."""
+_MOST_KEPT = 4096
+"""Number of newest texts whose answers are kept."""
+
+
+class LastNumber:
+    """The number that the first group of a regular expression has in its last match.
+
+    Args:
+        pattern: The regular expression.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self._re = re.compile(pattern)
+        if not self._re.groups:
+            raise re.error("it has no group", pattern)
+
+    def __call__(self, completion: str) -> float:
+        """Return the number; raise ValueError if there is none."""
+        found = [each[1] for each in self._re.finditer(completion)]
+        try:
+            return float(found[-1])
+        except (IndexError, TypeError, ValueError):
+            raise ValueError(
+                f"{self._re.pattern!r} finds {found[-1:]}, expected a number"
+            ) from None
+
+
+class Judge:
+    """The model of a reward, and the texts that it reads.
+
+    Args:
+        reward: The settings of the reward.
+        settings: The settings of the run.
+        functions: Functions that the script passed, by name.
+
+    Raises:
+        ValueError: The folder has no model that can judge, or the settings do not fit it.
+        OSError: A file cannot be read.
+        BackendNotInstalledError: A package is missing.
+    """
+
+    def __init__(
+        self, reward: Reward, settings: GRPOSettings, functions: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        self.rollout: RolloutController
+        """The started instances."""
+        self.reward, self.name, self._settings = reward, name_of(reward), settings
+        self._at = f"rewards[{settings.rewards.index(reward)}]"
+        self._folder = str(Path(reward.judge or "").absolute())
+        self._config = self._read_config()
+        self._label = self._find_label() if self.is_classifier else 0
+        self._template: Any = self._compile() if reward.prompt else None
+        self.parser = None if self.is_classifier else self._make_parser(functions)
+        self._longest = ""
+        self.tokenizer = FolderTokenizer(self._folder, needs_end=not self.is_classifier)
+        self._chat: ChatTokenizer | None = None
+        if self.tokenizer.tokenizer.chat_template or not self.is_classifier:
+            data = Data(train="", template_args=reward.args)
+            self.tokenizer = self._chat = ChatTokenizer(self._folder, data)
+
+    # --- the settings -----------------------------------------------------------------------------
+
+    def _wrong(self, field: str, found: str, expected: str) -> ValueError:
+        return ValueError(f"{self._at}.{field} {found}, expected {expected}")
+
+    def _read_config(self) -> dict[str, Any]:
+        """Return config.json of a model that can judge with these settings."""
+        path, reward = Path(self._folder) / "config.json", self.reward
+        files = {each.suffix for each in path.parent.glob("*")}
+        if not path.is_file() or not files & {".safetensors", ".bin"}:
+            lacks = "weights (*.safetensors, *.bin)" if path.is_file() else "config.json"
+            raise self._wrong("judge", f"is {reward.judge!r}, without {lacks}", "a model's folder")
+        try:
+            config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise self._wrong("judge", f"has {path}: {error}", "a mapping") from error
+        kind = (config.get("architectures") or ["model of unknown architecture"])[0]
+        self.is_classifier = kind.endswith(_CLASSIFIES)
+        if not kind.endswith((_CLASSIFIES, *_GENERATES)):
+            known = f"...{_CLASSIFIES} or ...ForCausalLM; a function (use) can call its own code"
+            raise self._wrong("judge", f"is {reward.judge!r}, which holds a {kind}", known)
+        for name in _OF_TEXT if self.is_classifier else ("label",):
+            if (value := getattr(reward, name)) != getattr(Reward(), name):
+                raise self._wrong(name, f"is {value!r}", f"none for a {kind}")
+        if self.is_classifier and reward.devices > 1:
+            raise self._wrong("devices", f"is {reward.devices}", f"1 or 0 for a {kind}")
+        reads_pairs = self.is_classifier and (config.get("type_vocab_size") or 0) < 2
+        if not reward.prompt and not reads_pairs:
+            example = "the text that it reads, such as 'Rate from 0 to 9: {{ completion }}'"
+            raise self._wrong("prompt", f"is not given for a {kind}", example)
+        return config
+
+    def _find_label(self) -> int:
+        count = self._config.get("num_labels") or 2  # transformers' number without names
+        names = self._config.get("id2label") or {each: f"LABEL_{each}" for each in range(count)}
+        labels, label = [str(names[each]) for each in sorted(names, key=int)], self.reward.label
+        if label in labels or (label is None and len(labels) == 1):
+            return labels.index(str(label)) if label else 0
+        if not isinstance(label, int) or not 0 <= label < len(labels):
+            known = f"its number from 0, or one of {', '.join(map(repr, labels))}"
+            raise self._wrong("label", f"is {label!r} for a judge with {len(labels)}", known)
+        return label
+
+    def _compile(self) -> Any:
+        """Return the template of the text, which must contain the answer."""
+        with needed_by("the prompt of a judge", "jinja2"):
+            import jinja2.meta
+            import jinja2.sandbox
+
+        text = self.reward.prompt
+        text = Path(text).read_text(encoding="utf-8") if text.endswith(".jinja") else text
+        jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+        try:
+            names = jinja2.meta.find_undeclared_variables(jinja.parse(text))
+        except jinja2.TemplateSyntaxError as error:
+            raise self._wrong("prompt", f"is no template: {error}", "one of Jinja") from error
+        if "completion" not in names:
+            raise self._wrong("prompt", f"is {text!r:.200}", "the answer in it: {{ completion }}")
+        return jinja.from_string(text)
+
+    def _make_parser(self, functions: Mapping[str, Callable[..., Any]]) -> Caller:
+        parse = self.reward.parse
+        try:
+            given = {parse: LastNumber(parse)} if "(" in parse else functions
+            return make_caller(Reward(use=parse), given)
+        except (ValueError, re.error) as error:
+            known = "a regular expression with a group, such as 'Score: ([0-9.]+)', or a function"
+            raise self._wrong("parse", f"is {parse!r} ({error})", known) from error
+
+    def require_row(self, row: Row) -> None:
+        """Check that a row has what the judge reads of it.
+
+        Raises:
+            ValueError: The template cannot be filled in, or a prompt of tokens has no messages.
+        """
+        given = {**dict.fromkeys(GIVEN, ""), "completion": "x", "row": row.entry}
+        given |= {"answer": row.answer, "prompt": row.prompt, "chat": row.asked}
+        try:
+            if self._template is not None:
+                self._longest = max(self._longest, self._text(given), key=len)
+            elif is_token_ids(row.asked):
+                raise ValueError(f"{self._at}.judge reads texts and chats, not token ids")
+        except ValueError as error:
+            advice = f"Mend the row, or give another {self._at}.prompt"
+            raise ValueError(f"unusable row ({row.place}): {error}. {advice}") from error
+
+    # --- the model --------------------------------------------------------------------------------
+
+    def serve(self, scheduler: Scheduler, job: Job) -> None:
+        """Start the instances; call it when all rows were checked.
+
+        Args:
+            scheduler: The scheduler of the run.
+            job: The job of the judge.
+        """
+        reward, settings, replace = self.reward, self._settings, msgspec.structs.replace
+        rollout, cluster = settings.rollout, settings.cluster
+        is_off = cluster.devices_per_node and not reward.devices
+        engine = "hf" if is_off or rollout.engine not in ENGINES else rollout.engine
+        engine = _CLASSIFIER if self.is_classifier else reward.engine or engine
+        arguments = {"max_model_len": self._max_len(), **reward.engine_args}
+        settings = replace(
+            settings,
+            model=self._folder,
+            train=Train(),  # without adapters
+            cluster=replace(cluster, placement="separated", rollout_devices=reward.devices or 1),
+            rollout=replace(rollout, engine=engine, engine_args=arguments),
+        )
+        self.rollout = make_rollout(settings, scheduler, job, reward.timeout_s)
+        self.rollout.initialize()
+
+    def _max_len(self) -> int:
+        """Return the maximum tokens of a text, with those that follow it."""
+        if self.is_classifier:
+            longest: int = min(self.tokenizer.tokenizer.model_max_length, 1 << 30)
+            return 1 + min(longest, self._chat.max_positions if self._chat else longest)
+        assert self._chat is not None
+        longest = len(self._chat.encode(self._longest)[1])
+        # Its tokenizer may write an answer of the policy in more tokens.
+        longest += 2 * (self._settings.max_model_len - self._settings.data.max_prompt_tokens)
+        return min(longest + self.reward.max_new_tokens, self._chat.max_positions)
+
+    def encode(self, given: Mapping[str, Any]) -> list[int]:
+        """Return the tokens that the judge reads about an answer.
+
+        Args:
+            given: The arguments for rewards about the answer, by the names in ``GIVEN``.
+
+        Raises:
+            ValueError: The template or the tokenizer refuses the answer.
+        """
+        texts = [_text_of(given), given["completion"]]
+        if self._template is not None:
+            texts = [self._text(given)]
+            if self._chat is not None and not self.is_classifier:
+                return self._chat.encode(*texts)[1]
+        elif self._chat is not None:
+            return self._chat.encode_chat(given["chat"], given["completion"])
+        return list(self.tokenizer.tokenizer(*texts)["input_ids"])
+
+    def _text(self, given: Mapping[str, Any]) -> str:
+        named = {**given["row"], **given, "prompt": _text_of(given)}
+        given = {name: value for name, value in named.items() if value is not None}  # no word None
+        try:
+            return str(self._template.render(given))
+        except Exception as error:  # templates may raise any exception
+            raise ValueError(
+                f"{self._at}.prompt cannot be filled in ({error}), expected only {', '.join(given)}"
+            ) from error
+
+    def score(self, logits: Sequence[float]) -> float:
+        """Return the reward of a reward model from the logits of its labels.
+
+        It is the logit of the only label, or of a regression. Otherwise it is the probability of
+        the chosen label, alone if several labels can apply.
+        """
+        value, kind = logits[self._label], self._config.get("problem_type")
+        if len(logits) > 1 and kind != "regression":
+            others = [0.0, value] if kind == "multi_label_classification" else logits
+            value = 1 / sum(math.exp(min(each - value, 700.0)) for each in others)
+        if not math.isfinite(value):
+            raise ValueError(f"the judge {self.name!r} returned {value}, expected a finite number")
+        return value
+
+
+def _text_of(given: Mapping[str, Any]) -> str:
+    """Return the text of a prompt, without the template of the policy."""
+    asked = given["chat"]
+    if isinstance(asked, str) or is_token_ids(asked):
+        return asked if isinstance(asked, str) else str(given["prompt"])
+    return "\n\n".join(each["content"] for each in messages_of(asked, "'prompt'"))
+
+
+class JudgeReward:
+    """The reward of a judge. The same text is judged once.
+
+    Args:
+        judge: The judge, which is served.
+        parse: Processes that read its answers; None for a reward model.
+    """
+
+    def __init__(self, judge: Judge, parse: RewardPool | None) -> None:
+        self._judge, self._parse = judge, parse
+        self._asked: dict[bytes, Future[GenerationResult]] = {}
+        most, ends = judge.reward.max_new_tokens, getattr(judge.tokenizer, "stop_ids", ())
+        self._sampling = SamplingParams(max_new_tokens=most, temperature=0.0, stop_token_ids=ends)
+
+    async def __call__(self, answers: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return the reward of an answer: a number, None where it does not apply, or an error."""
+        try:
+            return [await self._value(given) for given in answers]
+        except (HelmsmanError, ValueError) as error:
+            return [error] * len(answers)
+
+    async def _value(self, given: Mapping[str, Any]) -> float | None:
+        ids = self._judge.encode(given)
+        key = hashlib.sha256(repr(ids).encode()).digest()
+        asked = self._asked.get(key)
+        if asked is None or (asked.done() and asked.exception()):
+            for old in [*self._asked][: max(0, len(self._asked) - _MOST_KEPT + 1)]:
+                self._asked.pop(old, None)
+            asked = self._asked[key] = self._judge.rollout.submit(ids, self._sampling)
+        # On any event loop. A caller that is cancelled leaves the answer to the others.
+        result = await asyncio.shield(asyncio.wrap_future(asked))
+        if self._parse is None:
+            return self._judge.score(result.logprobs)
+        verdict = self._judge.tokenizer.decode(result.token_ids)
+        try:
+            (found,) = await self._parse([{**given, "completion": verdict}])
+        except HelmsmanError as error:
+            found = error
+        if isinstance(found, Exception):
+            end = ", cut off at max_new_tokens" if result.stop_reason == "length" else ""
+            text = f"{verdict[-400:]!r}{end}"  # judges reason first
+            raise ValueError(f"the judge {self._judge.name!r} answered {text}: {found}")
+        return None if found is None else float(found)
