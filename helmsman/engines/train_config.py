@@ -17,7 +17,8 @@ Init: TypeAlias = Literal["nothing", "value_head"]
 """Parameters that may be drawn from a seed when the files of a model lack them."""
 
 LOSS_NAMES = (
-    *("sft", "grpo", "ppo", "decoupled_ppo", "gspo", "cispo", "value", "dpo", "reward_model"),
+    *("sft", "distill", "grpo", "ppo", "decoupled_ppo", "gspo", "cispo"),
+    *("value", "dpo", "reward_model"),
 )
 """Short names of losses: the keys of helmsman.engines.losses.LOSSES, which imports torch."""
 

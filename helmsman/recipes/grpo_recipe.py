@@ -28,7 +28,7 @@ from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
 from helmsman.recipes.run import RecipeRun
 from helmsman.recipes.scorer import Scorer
 from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
-from helmsman.recipes.teacher import Teacher, check_teacher
+from helmsman.recipes.teacher import Teacher, TopTeacher, check_teacher
 from helmsman.recipes.trackers import Trackers
 
 RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, Any] | Reward
@@ -113,8 +113,11 @@ class GRPO(Recipe[GRPOSettings]):
         """
         dataset = super().load_data()
         self._callers, self._recording = list[Caller](), RolloutFiles(self.settings, self.tokenizer)
-        if teacher := self.settings.algorithm.teacher:
-            check_teacher(teacher, self.settings.model)
+        algorithm, model = self.settings.algorithm, self.settings.model
+        if algorithm.teacher:
+            self._num_ids = check_teacher(
+                algorithm.teacher, model, algorithm.teacher_top_k, "algorithm.teacher"
+            )
         if self.settings.rollout.is_recorded:
             return dataset  # answers have their rewards
         self._callers = [make_caller(reward, self.functions) for reward in self.settings.rewards]
@@ -205,10 +208,12 @@ class GRPO(Recipe[GRPOSettings]):
             reference = FrozenReference(ranks, settings)
         elif settings.algorithm.kl_coef:
             reference = BaseReference(trainer)
-        teacher: Teacher | None = None
+        teacher: Teacher | TopTeacher | None = None
         if (frozen := ranked.get("teacher")) is not None:
-            coef = settings.algorithm.teacher_coef
-            teacher = Teacher(FrozenReference(frozen, settings), coef)
+            found, coef = FrozenReference(frozen, settings), settings.algorithm.teacher_coef
+            teacher = Teacher(found, coef)
+            if most := settings.algorithm.teacher_top_k:
+                teacher = TopTeacher(found, coef, most, self._num_ids)
 
         def train(trackers: Trackers) -> None:
             rows, num_samples = self.dataset.train, settings.samples_per_prompt

@@ -23,7 +23,7 @@ from helmsman import (
     make_scheduler,
 )
 from helmsman.policies import LeastOutstandingTokens, PrefixAffinity, RoundRobin
-from helmsman.recipes.settings import GRPOSettings, Machines, RunSettings
+from helmsman.recipes.settings import GRPOSettings, Machines, RunSettings, SFTSettings
 from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory, WeightFormat
 
 ENGINE_MODULES = ("torch", "helmsman.engines.train", "helmsman.engines.rollout")
@@ -119,7 +119,7 @@ def start_scheduler(cluster: Machines, seed: int, log_dir: Path | None) -> Sched
 
 
 def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> TrainController:
-    """Return the controller of the trainer, the reference or the critic, by the job's role."""
+    """Return the controller of trainer, reference, teacher or critic, by the job's role."""
     arguments = {
         "model": settings.model,
         "seed": settings.seed,
@@ -130,8 +130,10 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
         arguments.pop("lora", None)
     if job.role in ("reference", "teacher"):
         arguments["frozen"] = True
-    if job.role == "teacher" and isinstance(settings, GRPOSettings):
-        arguments["model"] = settings.algorithm.teacher
+    if job.role == "teacher":
+        assert isinstance(settings, GRPOSettings | SFTSettings)
+        is_sft = isinstance(settings, SFTSettings)
+        arguments["model"] = settings.teacher if is_sft else settings.algorithm.teacher
     if job.role == "critic" and isinstance(settings, GRPOSettings):
         arguments |= {"head": "value", "init": "value_head", "lr": settings.critic.lr}
     return TrainController(
