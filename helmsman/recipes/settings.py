@@ -322,9 +322,9 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     teacher_coef: Amount = 1.0
     """Weight of the teacher beside the rewards."""
     teacher_top_k: Natural = 0
-    """Number of the teacher's most probable tokens. The loss then has the reverse KL divergence from
-    policy to teacher over them, with all other tokens as one more; 0 for advantages of the sampled
-    tokens instead."""
+    """Number of the teacher's most probable tokens. The reverse KL divergence over them, with all
+    other tokens as one more, is then a part of the loss; 0 for advantages of the sampled tokens
+    instead."""
     old_logprobs: Literal["rollout", "trainer", "both"] = "rollout"
     """Log-probabilities in the denominator of the ratio. ``rollout``: those at sampling;
     ``trainer``: the trainer's before the step. ``both`` uses the rollout's and adds the trainer's

@@ -168,8 +168,12 @@ def with_choices(batch: dict[str, torch.Tensor], num_choices: int = 3) -> dict[s
     chosen, ids = teacher.topk(num_choices)
     return {
         **batch,
-        **{"top_ids": ids, TEACHER: chosen, OWN: own.gather(-1, ids)},
-        **{"own": own, "teacher": teacher, "top_coef": torch.tensor([0.5, 1.0, 2.0, 3.0])},
+        "top_ids": ids,
+        TEACHER: chosen,
+        OWN: own.gather(-1, ids),
+        "own": own,
+        "teacher": teacher,
+        "top_coef": torch.tensor([0.5, 1.0, 2.0, 3.0]),
     }
 
 
