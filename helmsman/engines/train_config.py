@@ -35,7 +35,7 @@ class LoRA(
     targets: str | tuple[str, ...] = "all-linear"
     """Layers with an adapter, by PEFT's rules: a list of whole names or their ends, such as
     ``[q_proj, v_proj]``; a regular expression of whole names; or ``all-linear``, every linear layer
-    but the output layer.
+    but the output layer. Experts that are one tensor are meant by name (``experts.gate_up_proj``).
     """
     dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     """Dropout of the adapters' inputs in training."""

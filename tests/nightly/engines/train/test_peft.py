@@ -12,18 +12,12 @@ from transformers import AutoModelForCausalLM
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
 from tests.engines.ranks import run_ranks
-from tests.engines.small_models import QWEN2
+from tests.engines.small_models import MIXTRAL, QWEN2
 from tests.engines.train.layouts import SAMPLES
 
 peft: Any = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture
-def base(make: Make, tmp_path: Path) -> str:
-    make(model=QWEN2).export_hf(str(tmp_path / "base"))
-    return str(tmp_path / "base")
 
 
 def logprobs(model: Any) -> list[torch.Tensor]:
@@ -42,6 +36,10 @@ def require_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
+def apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
 def trained_by_two(base: str, adapter: str, out: str) -> list[torch.Tensor]:
     """Continue an adapter for two steps on this rank, write it, and return log-probabilities."""
     engine = FSDPTrainEngine(model=base, lora={"path": adapter}, lr=1e-2, rendezvous_timeout_s=60)
@@ -55,35 +53,42 @@ def trained_by_two(base: str, adapter: str, out: str) -> list[torch.Tensor]:
     return found
 
 
+DENSE = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+EXPERTS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
+
+
 @pytest.mark.parametrize(
-    "initial",
+    ("config", "fields"),
     [
-        {},
-        {"init_lora_weights": "gaussian"},
-        {"init_lora_weights": "orthogonal"},
-        {"use_rslora": True},
+        (QWEN2, DENSE),
+        (QWEN2, {**DENSE, "init_lora_weights": "gaussian"}),
+        (QWEN2, {**DENSE, "init_lora_weights": "orthogonal"}),
+        (QWEN2, {**DENSE, "use_rslora": True}),
+        (MIXTRAL, EXPERTS),
     ],
-    ids=["plain", "gaussian", "orthogonal", "rslora"],
+    ids=["plain", "gaussian", "orthogonal", "rslora", "experts"],
 )
 def test_peft_and_engines_agree(
-    make: Make, base: str, tmp_path: Path, initial: dict[str, Any]
+    make: Make, tmp_path: Path, config: dict[str, Any], fields: dict[str, Any]
 ) -> None:
+    base, theirs, ours = (str(tmp_path / each) for each in ("base", "theirs", "ours"))
+    make(model=config).export_hf(base)
     torch.manual_seed(0)
-    config = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], **initial
-    )
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
+    lora = peft.LoraConfig(r=4, lora_alpha=8, **fields)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).eval()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # it is 0 at first, and the adapter without effect
             torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(str(tmp_path / "theirs"))
+    model.save_pretrained(theirs)
     without = make(model=base).forward(SAMPLES)
-    found = make(model=base, lora={"path": str(tmp_path / "theirs")}).forward(SAMPLES)
+    found = make(model=base, lora={"path": theirs}).forward(SAMPLES)
     require_equal(found, logprobs(model))
-    assert max(float((a - b).abs().max()) for a, b in zip(found, without, strict=True)) > 0.1
-    ours = str(tmp_path / "ours")
-    of_ranks = run_ranks(trained_by_two, 2, base, str(tmp_path / "theirs"), ours)
+    assert apart(found, without) > 0.1
+    of_ranks = run_ranks(trained_by_two, 2, base, theirs, ours)
     again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ours).eval()
     for rows in of_ranks:
         require_equal(rows, logprobs(again))
-    assert max(float((a - b).abs().max()) for a, b in zip(of_ranks[0], found, strict=True)) > 0.01
+    assert apart(of_ranks[0], found) > 0.01
