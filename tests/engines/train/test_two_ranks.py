@@ -45,7 +45,6 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
     ("value", "value", {"clip": 0.2}),
     ("lm", "grpo", {"kl_coef": 0.1, "entropy_coef": 0.1, "dual_clip": 3.0}),
     ("lm", "gspo", {}),
-    ("lm", "distill", {"direction": "reverse", "hard": 0.1}),
 ]
 
 
