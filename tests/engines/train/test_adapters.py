@@ -239,7 +239,7 @@ MIXTURES = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "gpt_oss": GPT_OSS}
 def test_experts_of_one_tensor(make: Make, tmp_path: Path, config: dict[str, Any]) -> None:
     """A trained policy is the same merged, from its folder, and received by a rollout model."""
     make(model=config).export_hf(str(tmp_path / "base"))
-    engine = trained(make, 0, model=str(tmp_path / "base"), lora=EXPERTS)
+    engine = trained(make, 0, model=str(tmp_path / "base"), lora=EXPERTS, packing=False)
     initial = engine.forward(SAMPLES)
     first, *_, last = (engine.train_batch(SAMPLES, "sft")["loss"] for _ in range(4))
     assert last < first
@@ -254,12 +254,14 @@ def test_experts_of_one_tensor(make: Make, tmp_path: Path, config: dict[str, Any
     assert any(name.endswith("experts.lora.gate_up_proj.lora_A") for name in trained_names)
     engine.export_adapter(str(tmp_path / "adapter"))
     engine.export_hf(str(tmp_path / "merged"))
-    again = make(model=str(tmp_path / "base"), lora={"path": str(tmp_path / "adapter")})
+    read = {"lora": {"path": str(tmp_path / "adapter")}, "packing": False}
+    again = make(model=str(tmp_path / "base"), **read)
     require_same(again.forward(SAMPLES), expected, 0.0)
-    require_same(make(model=str(tmp_path / "merged"), frozen=True).forward(SAMPLES), expected)
+    merged = make(model=str(tmp_path / "merged"), frozen=True, packing=False)
+    require_same(merged.forward(SAMPLES), expected)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     target, group = MemoryTarget(version=engine.get_version()), WeightGroup(torch.device("cpu"))
-    for form in (WeightFormat(adapters=True), WeightFormat(), WeightFormat(adapters=True)):
+    for form in (WeightFormat(adapters=True), WeightFormat(adapters=True), WeightFormat()):
         with incoming(engine.publish_weights(target, form), group) as arriving:
             apply_weights(model, arriving)
         for sample, row in zip(SAMPLES, expected, strict=True):
