@@ -23,7 +23,7 @@ from helmsman import (
     make_scheduler,
 )
 from helmsman.policies import LeastOutstandingTokens, PrefixAffinity, RoundRobin
-from helmsman.recipes.settings import GRPOSettings, Machines, RunSettings, SFTSettings
+from helmsman.recipes.settings import Algorithm, GRPOSettings, Machines, RunSettings, SFTSettings
 from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory, WeightFormat
 
 ENGINE_MODULES = ("torch", "helmsman.engines.train", "helmsman.engines.rollout")
@@ -131,9 +131,9 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
     if job.role in ("reference", "teacher"):
         arguments["frozen"] = True
     if job.role == "teacher":
-        assert isinstance(settings, GRPOSettings | SFTSettings)
-        is_sft = isinstance(settings, SFTSettings)
-        arguments["model"] = settings.teacher if is_sft else settings.algorithm.teacher
+        owner = settings.algorithm if isinstance(settings, GRPOSettings) else settings
+        assert isinstance(owner, Algorithm | SFTSettings)
+        arguments["model"] = owner.teacher
     if job.role == "critic" and isinstance(settings, GRPOSettings):
         arguments |= {"head": "value", "init": "value_head", "lr": settings.critic.lr}
     return TrainController(

@@ -113,7 +113,7 @@ def check_teacher(folder: str, student: str, num_choices: int, field: str) -> in
             f"the token {last}, which it may sample; expected an embedding for each token. Give "
             "the teacher more (resize_token_embeddings of transformers)"
         )
-    num_ids = min(shared, rows, rows_of_teacher)
+    num_ids: int = min(shared, rows, rows_of_teacher)
     if num_choices > num_ids:
         raise ValueError(
             f"{field}_top_k is {num_choices}; expected at most {num_ids}, the tokens that the "

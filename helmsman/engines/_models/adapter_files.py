@@ -130,7 +130,8 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
     if lost := [name for name in every if name not in tensors]:
         raise refused(folder, f"{TENSOR_FILE} lacks {lost[0]}", _EXPECTED, "Save it again")
     ranks = {len(tensors[f"{layer}.{PARTS[0]}"]) for layer in layers}
-    rank, alpha = entries.get("r"), entries.get("lora_alpha")
+    rank: Any = entries.get("r")
+    alpha = entries.get("lora_alpha")
     stacked = (
         parameters and isinstance(rank, int) and not any(each % max(rank, 1) for each in ranks)
     )

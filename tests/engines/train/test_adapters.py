@@ -262,7 +262,8 @@ def test_experts_of_one_tensor(make: Make, tmp_path: Path, config: dict[str, Any
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     target, group = MemoryTarget(version=engine.get_version()), WeightGroup(torch.device("cpu"))
     for form in (WeightFormat(adapters=True), WeightFormat(adapters=True), WeightFormat()):
-        with incoming(engine.publish_weights(target, form), group) as arriving:
+        received: Any = engine.publish_weights(target, form)
+        with incoming(received, group) as arriving:
             apply_weights(model, arriving)
         for sample, row in zip(SAMPLES, expected, strict=True):
             ids = torch.tensor(sample["input_ids"])

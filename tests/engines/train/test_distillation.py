@@ -106,7 +106,7 @@ def test_student_loss_equals_plain_torch(make: Make, loss: str) -> None:
 
 def of_ranks(fields: dict[str, Any]) -> tuple[list[Any], list[dict[str, float]]]:
     """Return the choices of a teacher, and the steps of a student."""
-    limits = {"rendezvous_timeout_s": 60, "max_tokens_per_micro_batch": 36}
+    limits: dict[str, Any] = {"rendezvous_timeout_s": 60, "max_tokens_per_micro_batch": 36}
     teacher = FSDPTrainEngine(model=PADDED, frozen=True, **limits, **fields)
     student = FSDPTrainEngine(model={**LLAMA, "vocab_size": 50}, lr=1e-3, **limits, **fields)
     for engine in (teacher, student):
