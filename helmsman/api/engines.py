@@ -34,7 +34,15 @@ Sample: TypeAlias = Mapping[str, Any]
 other entry is per token (T,) or a scalar. Per-token entries are aligned with ``input_ids``: entry t
 belongs to token t. ``loss_mask[t]`` states whether the prediction *of* token t counts, and
 ``logprobs[t]`` is the log-probability of token t given the tokens before it (entry 0 is unused). A
-scalar ``pair`` keeps two samples together, see helmsman.api.pairs.
+scalar ``pair`` keeps two samples together, see helmsman.api.pairs. ``top_ids`` and ``top_logprobs``
+(T, k) are a teacher's choices in place of token t, as ``forward_top`` returns them.
+"""
+
+TOP_IDS, TOP_LOGPROBS = PER_CHOICE = ("top_ids", "top_logprobs")
+"""Columns (T, k) of the k most probable tokens of a teacher: ids, and log-probabilities."""
+OWN_TOP_LOGPROBS = "own_top_logprobs"
+"""Column (B, T, k) that a train engine adds for a loss: log-probabilities of ``top_ids`` under the
+current weights, float32 and differentiable.
 """
 
 

@@ -272,6 +272,42 @@ class FSDPTrainEngine(TrainEngine):
         with self._trained_adapters().off():
             return self.forward(samples)
 
+    @torch.no_grad()
+    def forward_top(
+        self, samples: Sequence[Sample], num_choices: int, num_ids: int | None = None
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Find the most probable tokens in place of each token, such as of a teacher. A collective.
+
+        Args:
+            samples: Columns of each sample by name; see ``helmsman.api.engines.Sample``.
+            num_choices: Number of tokens, k.
+            num_ids: Only ids below this are chosen; the others keep their share of the probability.
+                None for all ids.
+
+        Returns:
+            One pair per sample, on the host, in the order of the samples: ids (T, k) int32, the
+            most probable one first, and their log-probabilities (T, k) float32. Both are 0 in place
+            of the first token.
+
+        Raises:
+            ValueError: The model has fewer ids or a value head, a sample is malformed, or its
+                model-parallel ranks have different samples.
+            RuntimeError: The engine is asleep or has no model, or another rank failed.
+        """
+        model = self._built_model().eval()
+        with failing_together("preparing the batch"):
+            most = min(self._runner.vocab_size, num_ids or self._runner.vocab_size)
+            if self.config.head != "lm" or not 1 <= num_choices <= most:
+                raise ValueError(
+                    f"num_choices is {num_choices}, and the model has {most} ids and the head "
+                    f"{self.config.head!r}; expected 1 to {most}, and the head 'lm'"
+                )
+            checked = check_samples(samples, self._runner.vocab_size)
+        try:
+            return self._runner.top_choices(checked, num_choices, most)
+        finally:
+            reshard(model)
+
     def export_weights(self) -> dict[str, torch.Tensor] | None:
         """Gather the full parameters on rank 0's host. A collective.
 

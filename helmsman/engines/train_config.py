@@ -17,7 +17,8 @@ Init: TypeAlias = Literal["nothing", "value_head"]
 """Parameters that may be drawn from a seed when the files of a model lack them."""
 
 LOSS_NAMES = (
-    *("sft", "grpo", "ppo", "decoupled_ppo", "gspo", "cispo", "value", "dpo", "reward_model"),
+    *("sft", "distill", "grpo", "ppo", "decoupled_ppo", "gspo", "cispo"),
+    *("value", "dpo", "reward_model"),
 )
 """Short names of losses: the keys of helmsman.engines.losses.LOSSES, which imports torch."""
 
@@ -34,7 +35,7 @@ class LoRA(
     targets: str | tuple[str, ...] = "all-linear"
     """Layers with an adapter, by PEFT's rules: a list of whole names or their ends, such as
     ``[q_proj, v_proj]``; a regular expression of whole names; or ``all-linear``, every linear layer
-    but the output layer.
+    but the output layer. Experts that are one tensor are meant by name (``experts.gate_up_proj``).
     """
     dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     """Dropout of the adapters' inputs in training."""

@@ -11,7 +11,9 @@ from helmsman.engines._models.adapter_layers import (
     AdapterSwitch,
     attach,
     detach_all,
+    experts_of,
     is_adapter,
+    matrix_sizes,
 )
 from helmsman.engines._weights.checkpoint_names import CheckpointNames
 from helmsman.engines._weights.fit import form_in_files, form_of, require_fit
@@ -105,18 +107,18 @@ def apply_weights(model: nn.Module, weights: Incoming, *, is_whole: bool = True)
 
 
 def _apply_adapter(model: nn.Module, weights: Incoming) -> None:
-    linears = {
+    adapted: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
+    } | experts_of(model)
     layers: dict[str, dict[str, str]] = {}
     for name, shape in weights.shapes.items():
         layer, part = place_of(name)
-        size = linears[layer].weight.shape[part == PARTS[0]] if layer in linears else 0
-        if shape[part == PARTS[0]] != size:
+        sizes = matrix_sizes(adapted[layer], layer) if layer in adapted else (0, 0, 0)
+        if shape[part == PARTS[0]] != sizes[2 if part == PARTS[0] else 1]:
             raise ValueError(
                 f"the adapter does not fit the rollout model, which is unchanged: {name} has the "
                 f"shape {tuple(shape)}, and {layer} of the model "
-                + (f"{tuple(linears[layer].weight.shape)}" if size else "is no linear layer")
+                + (f"{sizes[1:]}" if sizes[0] else "is no linear layer")
             )
         layers.setdefault(layer, {})[part] = name
     if lone := [layer for layer, parts in layers.items() if len(parts) < len(PARTS)]:
@@ -124,12 +126,9 @@ def _apply_adapter(model: nn.Module, weights: Incoming) -> None:
     received = {name: tensor.clone() for bucket in weights for name, tensor in bucket.items()}
     detach_all(model)
     for layer, parts in layers.items():
-        like = linears[layer].weight
-        attach(
-            linears[layer],
-            {
-                part: nn.Parameter(received[name].to(like.device, like.dtype), requires_grad=False)
-                for part, name in parts.items()
-            },
-            AdapterSwitch(scale=1.0),
-        )
+        like = next(adapted[layer].parameters())
+        own = {
+            part: nn.Parameter(received[name].to(like.device, like.dtype), requires_grad=False)
+            for part, name in parts.items()
+        }
+        attach(adapted[layer], layer, own, AdapterSwitch(scale=1.0))

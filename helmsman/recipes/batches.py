@@ -312,7 +312,7 @@ def logprob_differences(
     )
 
 
-_NAMES = {"ref_kl": "kl"}
+_NAMES = {"ref_kl": "kl", "teacher_kl": "teacher/kl"}
 """Statistics of losses -> their usual names in the field."""
 
 

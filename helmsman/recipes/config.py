@@ -630,6 +630,18 @@ def _check_rest(settings: GRPOSettings) -> None:
                 "correction is given, and the loss is relative to the trainer's "
                 "log-probabilities then; expected algorithm.old_logprobs 'rollout' or 'trainer'"
             )
+    if algorithm.teacher_top_k:
+        if not algorithm.teacher:
+            raise ValueError(
+                f"algorithm.teacher_top_k is {algorithm.teacher_top_k}, and algorithm.teacher is "
+                "empty; expected the folder of a teacher"
+            )
+        if algorithm.loss not in (losses := (*_CORRECTED, "decoupled_ppo")):
+            raise ValueError(
+                f"algorithm.teacher_top_k is {algorithm.teacher_top_k}, and algorithm.loss is "
+                f"{algorithm.loss!r}; expected {', '.join(losses)}, which add the divergence from "
+                "the teacher, or teacher_top_k 0"
+            )
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
         raise ValueError(
             f"evaluation.k is {list(evaluation.k)}; expected 1 to evaluation.samples, "

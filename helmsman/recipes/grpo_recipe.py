@@ -29,7 +29,7 @@ from helmsman.recipes.roles import judge_role, make_jobs, make_rollout, make_tra
 from helmsman.recipes.run import RecipeRun
 from helmsman.recipes.scorer import Scorer
 from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
-from helmsman.recipes.teacher import Teacher, check_teacher
+from helmsman.recipes.teacher import Teacher, TopTeacher, check_teacher
 from helmsman.recipes.trackers import Trackers
 
 RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, Any] | Reward
@@ -118,8 +118,11 @@ class GRPO(Recipe[GRPOSettings]):
         settings, functions, self._callers = self.settings, self.functions, list[Caller]()
         self._recording = RolloutFiles(settings, self.tokenizer)
         self._judges = [Judge(reward, settings, functions) for reward in settings.judges]
-        if teacher := self.settings.algorithm.teacher:
-            check_teacher(teacher, self.settings.model)
+        algorithm, model = settings.algorithm, settings.model
+        if algorithm.teacher:
+            self._num_ids = check_teacher(
+                algorithm.teacher, model, algorithm.teacher_top_k, "algorithm.teacher"
+            )
         if self.settings.rollout.is_recorded:
             return dataset  # answers have their rewards
         plain = [reward for reward in settings.rewards if not reward.judge]
@@ -215,10 +218,12 @@ class GRPO(Recipe[GRPOSettings]):
             reference = FrozenReference(ranks, settings)
         elif settings.algorithm.kl_coef:
             reference = BaseReference(trainer)
-        teacher: Teacher | None = None
+        teacher: Teacher | TopTeacher | None = None
         if (frozen := ranked.get("teacher")) is not None:
-            coef = settings.algorithm.teacher_coef
-            teacher = Teacher(FrozenReference(frozen, settings), coef)
+            found, coef = FrozenReference(frozen, settings), settings.algorithm.teacher_coef
+            teacher = Teacher(found, coef)
+            if most := settings.algorithm.teacher_top_k:
+                teacher = TopTeacher(found, coef, most, self._num_ids)
 
         def train(trackers: Trackers) -> None:
             rows, num_samples = self.dataset.train, settings.samples_per_prompt

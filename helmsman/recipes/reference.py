@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from helmsman import TrainController
@@ -62,6 +62,15 @@ class FrozenReference(Reference):
             StartError: A rebuild failed, and ``max_recoveries`` is reached.
             GroupCallError: Several ranks failed.
         """
+        return self._call(lambda: self._ranks.forward(tokens))
+
+    def top_choices(
+        self, tokens: Sequence[dict[str, Any]], num_choices: int, num_ids: int
+    ) -> list[Any]:
+        """Return the result of TrainController.forward_top; raises as ``logprobs``."""
+        return self._call(lambda: self._ranks.forward_top(tokens, num_choices, num_ids))
+
+    def _call(self, forward: Callable[[], list[Any]]) -> list[Any]:
         is_lost = False
         while True:
             try:
@@ -69,7 +78,7 @@ class FrozenReference(Reference):
                     self._ranks.recover()
                 if self._takes_turns:
                     self._ranks.wake()
-                logprobs: list[Any] = self._ranks.forward(tokens)
+                found = forward()
                 if self._takes_turns:
                     self._ranks.sleep()
             except (WorkerFailedError, GroupCallError, StartError) as error:
@@ -89,4 +98,4 @@ class FrozenReference(Reference):
                     "a rank of %s was lost; all its ranks are rebuilt: %s", self._ranks.role, said
                 )
             else:
-                return logprobs
+                return found

@@ -23,7 +23,15 @@ from helmsman import (
     make_scheduler,
 )
 from helmsman.policies import LeastOutstandingTokens, PrefixAffinity, RoundRobin
-from helmsman.recipes.settings import GRPOSettings, Machines, Reward, RunSettings, name_of
+from helmsman.recipes.settings import (
+    Algorithm,
+    GRPOSettings,
+    Machines,
+    Reward,
+    RunSettings,
+    SFTSettings,
+    name_of,
+)
 from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory, WeightFormat
 
 ENGINE_MODULES = ("torch", "helmsman.engines.train", "helmsman.engines.rollout")
@@ -132,7 +140,7 @@ def start_scheduler(cluster: Machines, seed: int, log_dir: Path | None) -> Sched
 
 
 def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> TrainController:
-    """Return the controller of the trainer, the reference or the critic, by the job's role."""
+    """Return the controller of trainer, reference, teacher or critic, by the job's role."""
     arguments = {
         "model": settings.model,
         "seed": settings.seed,
@@ -143,8 +151,10 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
         arguments.pop("lora", None)
     if job.role in ("reference", "teacher"):
         arguments["frozen"] = True
-    if job.role == "teacher" and isinstance(settings, GRPOSettings):
-        arguments["model"] = settings.algorithm.teacher
+    if job.role == "teacher":
+        owner = settings.algorithm if isinstance(settings, GRPOSettings) else settings
+        assert isinstance(owner, Algorithm | SFTSettings)
+        arguments["model"] = owner.teacher
     if job.role == "critic" and isinstance(settings, GRPOSettings):
         arguments |= {"head": "value", "init": "value_head", "lr": settings.critic.lr}
     return TrainController(

@@ -134,6 +134,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         by_pool = await asyncio.gather(
             *(self._of_pool(pool, batches, row, answers) for pool, batches in self._pools)
         )
+        if not by_pool:  # a teacher alone judges the answers
+            return [Scored({}, 0.0, ()) for _ in await asyncio.gather(*answers)]
         return [self._sum(values) for values in zip(*by_pool, strict=True)]
 
     async def _of_pool(

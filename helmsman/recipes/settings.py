@@ -19,6 +19,7 @@ Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 Factor: TypeAlias = Annotated[float, msgspec.Meta(ge=1)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
 TopP: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
@@ -346,6 +347,10 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     empty. It runs beside the trainer, frozen."""
     teacher_coef: Amount = 1.0
     """Weight of the teacher beside the rewards."""
+    teacher_top_k: Natural = 0
+    """Number of the teacher's most probable tokens. The reverse KL divergence over them, with all
+    other tokens as one more, is then a part of the loss; 0 for advantages of the sampled tokens
+    instead."""
     old_logprobs: Literal["rollout", "trainer", "both"] = "rollout"
     """Log-probabilities in the denominator of the ratio. ``rollout``: those at sampling;
     ``trainer``: the trainer's before the step. ``both`` uses the rollout's and adds the trainer's
@@ -502,6 +507,15 @@ class SFTSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=
     """Rows per step."""
     evaluate_every: Natural = 10
     """Steps between evaluations on held-out rows; 0 for none."""
+    teacher: str = ""
+    """Local folder of a teacher with the same tokenizer, whose probabilities of the rows' answers
+    are trained on, too: (1 - teacher_coef) * loss + teacher_coef * KL(teacher || policy)
+    (arXiv:1503.02531). It runs beside the trainer, frozen."""
+    teacher_coef: Share = 0.5
+    """Share of the teacher in the loss."""
+    teacher_top_k: Positive = 64
+    """Number of the teacher's most probable tokens that are compared; all other tokens are one
+    more."""
     out: str = "runs/sft"
     """Output folder, at the same path on every node."""
 

@@ -11,22 +11,29 @@ from typing import Any, ClassVar
 
 from helmsman import Job, Scheduler
 from helmsman.recipes.batches import log_likelihood, split, train_metrics
-from helmsman.recipes.prompts import Encode, Row, supervised
+from helmsman.recipes.prompts import Dataset, Encode, Row, supervised
 from helmsman.recipes.recipe import Recipe
-from helmsman.recipes.roles import learning_rate, make_trainer, train_job
+from helmsman.recipes.reference import FrozenReference
+from helmsman.recipes.roles import learning_rate, make_trainer, sibling_job, train_job
 from helmsman.recipes.run import RecipeRun, is_due
 from helmsman.recipes.settings import RunSettings, SFTSettings
+from helmsman.recipes.teacher import TopTeacher, check_teacher
 from helmsman.recipes.trackers import Trackers
 
 
-def train(run: RecipeRun[SFTSettings], held_out: Sequence[Row]) -> None:
+def train(
+    run: RecipeRun[SFTSettings], held_out: Sequence[Row], teacher: TopTeacher | None = None
+) -> None:
     """Run all steps after the last checkpoint; step 0 is the evaluation before training.
 
     Args:
         run: The run.
         held_out: Rows to evaluate on.
+        teacher: The larger model of distillation; None without one.
     """
     settings, trainer, clock = run.settings, run.trainer, run.clock
+    mixed = {"direction": "forward", "hard": 1 - settings.teacher_coef}
+    loss: tuple[Any, ...] = ("sft",) if teacher is None else ("distill", mixed)
     for attempt in run.steps():
         with attempt as step:  # its end writes the checkpoint; a lost worker repeats steps
             metrics: dict[str, float] = {}
@@ -34,10 +41,15 @@ def train(run: RecipeRun[SFTSettings], held_out: Sequence[Row]) -> None:
                 if step:
                     rows = run.draw_rows(settings.batch_size)
                     trainer.set_lr(learning_rate(settings, step))
-                    with clock.phase("train"):
-                        parts = split(rows, settings.train.minibatches)
-                        stats = [trainer.train_batch(samples_of(part), "sft") for part in parts]
-                    num_tokens = sum(len(sample["input_ids"]) for sample in samples_of(rows))
+                    stats, num_tokens = [], 0
+                    for part in split(rows, settings.train.minibatches):
+                        samples = samples_of(part)
+                        if teacher is not None:
+                            with clock.phase("teacher"):
+                                teacher.judge(samples)
+                        with clock.phase("train"):
+                            stats.append(trainer.train_batch(samples, *loss))
+                        num_tokens += sum(len(sample["input_ids"]) for sample in samples)
                     metrics = {**train_metrics(stats), "epoch": run.draws.epoch}
                     metrics["tokens_per_second"] = num_tokens / clock.elapsed_s
                 if held_out and is_due(step, every=settings.evaluate_every, last=settings.steps):
@@ -49,8 +61,8 @@ def train(run: RecipeRun[SFTSettings], held_out: Sequence[Row]) -> None:
 
 
 def samples_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the training samples of rows."""
-    return [sample for row in rows for sample in row.samples]
+    """Return copies of the training samples of rows."""
+    return [{**sample} for row in rows for sample in row.samples]
 
 
 def mean_loss(samples: Sequence[Mapping[str, Any]], logprobs: Sequence[Any]) -> float:
@@ -89,16 +101,33 @@ class SFT(Recipe[SFTSettings]):
         """The encoder of rows with answers."""
         return supervised
 
+    def load_data(self) -> Dataset:
+        """Read tokenizer and rows, and check that the teacher has the same tokens; see Recipe."""
+        dataset, settings = super().load_data(), self.settings
+        if settings.teacher:
+            self._num_ids = check_teacher(
+                settings.teacher, settings.model, settings.teacher_top_k, "teacher"
+            )
+        return dataset
+
     def jobs(self) -> list[Job]:
-        """Return the job of the trainer."""
-        return [train_job(self.settings)]
+        """Return the jobs of the trainer and, with one, the teacher."""
+        jobs = [train_job(self.settings)]
+        if self.settings.teacher:
+            jobs.append(sibling_job(self.settings, "teacher"))
+        return jobs
 
     def start(
         self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
     ) -> Callable[[Trackers], None]:
-        """Start the trainer."""
+        """Start trainer and teacher."""
         settings, dataset = self.settings, self.dataset
         trainer = held.enter_context(make_trainer(settings, scheduler, jobs["train"]))
+        teacher: TopTeacher | None = None
+        if (job := jobs.get("teacher")) is not None:
+            ranks = held.enter_context(make_trainer(settings, scheduler, job))
+            found = FrozenReference(ranks, settings)
+            teacher = TopTeacher(found, 1.0, settings.teacher_top_k, self._num_ids)
         return lambda trackers: train(
-            RecipeRun(settings, trainer, dataset.train, trackers), dataset.held_out
+            RecipeRun(settings, trainer, dataset.train, trackers), dataset.held_out, teacher
         )

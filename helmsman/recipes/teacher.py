@@ -1,8 +1,10 @@
-"""On-policy distillation: a larger model as a teacher of the policy's own tokens.
+"""Distillation: a larger model as a teacher of the policy's own tokens, or of given answers.
 
 The reverse KL divergence from policy to teacher is an expectation over the policy's tokens. Its
-estimate for a token, log teacher - log policy, is an advantage of that token alone: GKD,
-arXiv:2306.13649 eq. 4 with the reverse KL; MiniLLM, arXiv:2306.08543 eq. 4 without the later steps.
+estimate for a token, log teacher - log policy, is an advantage of that token alone (``Teacher``):
+GKD, arXiv:2306.13649 eq. 4 with the reverse KL; MiniLLM, arXiv:2306.08543 eq. 4 without the later
+steps. ``TopTeacher`` adds the teacher's most probable tokens instead: the divergence over them is a
+part of the loss, ``helmsman.engines.losses.columns.teacher_kl``.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from helmsman.recipes.reference import Reference
-from helmsman.recipes.tokens import FolderTokenizer
+from helmsman.api.engines import PER_CHOICE
+from helmsman.recipes.reference import FrozenReference, Reference
+from helmsman.recipes.tokens import FolderTokenizer, model_limits
 
 
 class Teacher:
@@ -25,7 +28,7 @@ class Teacher:
     def __init__(self, model: Reference, coef: float) -> None:
         self._model, self._coef = model, coef
 
-    def add_advantages(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    def judge(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Add coef * (log teacher - log policy) to the advantages of sampled tokens.
 
         Args:
@@ -51,21 +54,69 @@ class Teacher:
         return {"teacher/kl": total / max(1, count)}
 
 
-def check_teacher(folder: str, student: str) -> None:
+class TopTeacher:
+    """Adds a teacher's k most probable tokens, from which losses compute the divergence.
+
+    Args:
+        model: The teacher.
+        coef: Weight beside the loss of rewards.
+        num_choices: Number of tokens, k.
+        num_ids: Number of token ids that the student also has.
+    """
+
+    def __init__(self, model: FrozenReference, coef: float, num_choices: int, num_ids: int) -> None:
+        self._model, self._coef = model, coef
+        self._num_choices, self._num_ids = num_choices, num_ids
+
+    def judge(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Add ``top_ids`` and ``top_logprobs`` (T, k) and ``top_coef``; returns no metrics."""
+        tokens = [{"input_ids": sample["input_ids"]} for sample in samples]
+        found = self._model.top_choices(tokens, self._num_choices, self._num_ids)
+        for sample, choices in zip(samples, found, strict=True):
+            sample |= {**dict(zip(PER_CHOICE, choices, strict=True)), "top_coef": self._coef}
+        return {}
+
+
+def check_teacher(folder: str, student: str, num_choices: int, field: str) -> int:
     """Check that a teacher reads the student's tokens.
+
+    Models of a family may have other numbers of embeddings (Qwen2.5: 151,936 and 152,064), and a
+    tokenizer more tokens at its end than the other, such as one for padding.
 
     Args:
         folder: Folder of the teacher.
         student: Folder of the student.
+        num_choices: The setting ``<field>_top_k``.
+        field: The setting with the teacher's folder.
+
+    Returns:
+        The number of token ids that both models have.
 
     Raises:
-        ValueError: The tokenizers differ, or one is missing.
+        ValueError: The tokenizers differ, one is missing, the teacher has no embedding of a
+            student's token, or there are fewer ids than ``num_choices``.
     """
     own, other = (FolderTokenizer(each).tokenizer.get_vocab() for each in (student, folder))
-    if own != other:
-        apart = sorted(own.items() ^ other.items(), key=lambda each: each[1])
+    rows, rows_of_teacher = (model_limits(each)[0] for each in (student, folder))
+    last, last_of_teacher = max(own.values()), max(other.values())
+    shared = 1 + min(last, last_of_teacher)
+    if apart := [each for each in own.items() ^ other.items() if each[1] < shared]:
+        apart.sort(key=lambda each: each[1])
         raise ValueError(
-            f"algorithm.teacher, {folder}, has another tokenizer than the model, {student}: "
+            f"{field}, {folder}, has another tokenizer than the model, {student}: "
             f"{len(apart)} entries differ, such as {apart[0][0]!r}. Its log-probabilities would be "
             "of other tokens; give a teacher of the same family"
         )
+    if (last := min(last, rows - 1)) >= rows_of_teacher:
+        raise ValueError(
+            f"{field}, {folder}, has {rows_of_teacher} embeddings, and the model, {student}, has "
+            f"the token {last}, which it may sample; expected an embedding for each token. Give "
+            "the teacher more (resize_token_embeddings of transformers)"
+        )
+    num_ids: int = min(shared, rows, rows_of_teacher)
+    if num_choices > num_ids:
+        raise ValueError(
+            f"{field}_top_k is {num_choices}; expected at most {num_ids}, the tokens that the "
+            f"teacher, {folder}, and the model, {student}, have"
+        )
+    return num_ids

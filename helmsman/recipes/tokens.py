@@ -116,7 +116,7 @@ class ChatTokenizer(FolderTokenizer):
                     f"data.chat_template, {data.chat_template}, is not UTF-8 text: {error}"
                 ) from error
         self._field = repr(data.prompt_key)
-        num_embedded, self.max_positions = _limits(folder)
+        num_embedded, self.max_positions = model_limits(folder)
         self._num_tokens = min(len(self.tokenizer), num_embedded)
         stops = {self.eos_id, *_end_tokens(Path(folder))}
         self._learn_template(data, stops)
@@ -480,7 +480,7 @@ def _end_tokens(folder: Path) -> list[int]:
     return [ids] if isinstance(ids, int) else ids or []
 
 
-def _limits(folder: str) -> tuple[int, int]:
+def model_limits(folder: str) -> tuple[int, int]:
     """Return the numbers of tokens and of positions that a model has; unlimited if unknown."""
     from transformers import AutoConfig
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from helmsman.api.engines import LossFn, Sample, SampleShare, require_mapping
+from helmsman.api.engines import PER_CHOICE, LossFn, Sample, SampleShare, require_mapping
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError
 from helmsman.api.pairs import sample_units
 from helmsman.api.scheduler import Call, ResultHandle, Scheduler, Worker
@@ -116,7 +116,7 @@ def _num_entries(index: int, column: str, value: Any) -> int | None:
     # Detects arrays and tensors without importing their libraries.
     shape = getattr(value, "shape", None)
     if shape is not None:
-        if len(shape) > 1:
+        if len(shape) > 1 and column not in PER_CHOICE:
             raise ValueError(
                 f"sample {index}: column {column!r} has shape {tuple(shape)}; expected one entry "
                 "per token, or a scalar"
@@ -135,7 +135,7 @@ _ABORT_LIMIT_S = 20.0
 _REPLICATED = {"broadcast": False}
 """Sends the arguments to every rank: they are small, and no rank waits for another."""
 _NEEDS_DEVICES = frozenset(
-    {"train_batch", "eval_batch", "forward", "save", "save_in_background", "load"}
+    {"train_batch", "eval_batch", "forward", "forward_top", "save", "save_in_background", "load"}
 )
 """Methods that need the devices; a sleeping rank refuses them."""
 _FROM_HEAD = {"broadcast": True}
@@ -243,16 +243,17 @@ class Ranks:
         return statistics
 
     async def forward(
-        self, samples: Sequence[Sample], timeout: float | None, *, base: bool
+        self, method: str, samples: Sequence[Sample], timeout: float | None, *others: Any
     ) -> list[Any]:
-        shares, method = self._split(samples), "forward_base" if base else "forward"
-        results = await self._call_shares(method, samples, shares, (), timeout)
+        """Call a method that returns a result per sample; returns them in the batch's order."""
+        shares = self._split(samples)
+        results = await self._call_shares(method, samples, shares, others, timeout)
         ordered: list[Any] = [None] * len(samples)
         for head, share in enumerate(shares):
             returned = results[head * self._size]
             if len(returned) != len(share):
                 raise HelmsmanError(
-                    f"{self.workers[head * self._size].id}: forward returned {len(returned)} "
+                    f"{self.workers[head * self._size].id}: {method} returned {len(returned)} "
                     f"results for {len(share)} "
                     "samples; the engine's data-parallel layout differs from the controller's "
                     f"({len(shares)} data-parallel ranks of {self._size} workers each). Give both "

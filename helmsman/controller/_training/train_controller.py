@@ -179,9 +179,42 @@ class TrainController(RoleController):
             DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
-        return await run_async(self._ranks.forward(samples, timeout, base=base))
+        method = "forward_base" if base else "forward"
+        return await run_async(self._ranks.forward(method, samples, timeout))
 
     forward = blocking(async_forward)
+
+    async def async_forward_top(
+        self,
+        samples: Sequence[Sample],
+        num_choices: int,
+        num_ids: int | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Find the most probable tokens in place of each token, such as of a teacher.
+
+        Args:
+            samples: The batch, in any order; see helmsman.api.engines.Sample.
+            num_choices: Number of tokens, k.
+            num_ids: Only ids below this are chosen; the others keep their share of the probability.
+                None for all ids.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+
+        Returns:
+            One pair of arrays per sample, on the host, in the order of ``samples``: ids (T, k)
+            int32, the most probable one first, and their log-probabilities (T, k) float32. They are
+            the columns ``top_ids`` and ``top_logprobs`` of the loss ``distill``.
+
+        Raises:
+            ValueError: The batch is malformed. Nothing was sent.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
+            GroupCallError: A rank failed, such as for a model with fewer ids; a job with one rank
+                raises its CallError.
+        """
+        found = self._ranks.forward("forward_top", samples, timeout, num_choices, num_ids)
+        return await run_async(found)
+
+    forward_top = blocking(async_forward_top)
 
     async def async_save(
         self,

@@ -2,6 +2,9 @@
 
 <path>/adapter_config.json          rank, alpha and the layers that are adapted
 <path>/adapter_model.safetensors    PREFIX + <layer>.lora_A.weight (r, in), .lora_B.weight (out, r)
+
+The tensors of experts (``target_parameters``) have no names there. PEFT wraps their module once for
+each tensor: the last one's adapter is <experts>.lora_A, the one before <experts>.base_layer.lora_A.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from helmsman.engines._models.adapter_layers import PARTS
+from helmsman.engines._models.adapter_layers import HOLDER, PARTS, adapted_tensor
 from helmsman.engines._models.files import check_replaceable, replace_folder, save_tensors
 from helmsman.engines._models.folders import refused
 
@@ -31,7 +34,7 @@ _DIFFERENT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern"),
-            *("alpha_pattern", "target_parameters", "trainable_token_indices", "layer_replication"),
+            *("alpha_pattern", "trainable_token_indices", "layer_replication"),
             *("use_bdlora", "arrow_config", "alora_invocation_tokens"),
         ),
         (False, None, {}, []),
@@ -48,7 +51,9 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     alpha: float
     layers: tuple[str, ...]
-    """Names of the adapted layers in the model."""
+    """Places of the adapters in the model; as read from files, those of experts are wrapped."""
+    parameters: tuple[str, ...] = ()
+    """Names of the adapted tensors of experts, or ends of them."""
     has_root_scale: bool = False
     """Whether the scale is alpha / sqrt(r), arXiv:2312.03732, instead of alpha / r."""
 
@@ -100,6 +105,12 @@ def write_received(folder: str, buckets: Iterable[Mapping[str, torch.Tensor]]) -
         for name, tensor in bucket.items()
     }
     layers = dict.fromkeys(name.rpartition(".")[0] for name in own)
+    if of_experts := [each for each in layers if f".{HOLDER}." in each]:
+        raise ValueError(
+            f"an adapter of experts that are one tensor, {adapted_tensor(of_experts[0])}, arrived "
+            "at an instance of vLLM, which takes adapters of layers; expected the whole model. "
+            "Give sync.lora: merged (WeightFormat.adapters False)"
+        )
     rank = max(len(each) for name, each in own.items() if name.endswith(PARTS[0]))
     write_adapter(folder, Adapter(rank=rank, alpha=rank, layers=tuple(layers)), own, base=None)
 
@@ -119,12 +130,17 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
     """
     entries, tensors = _read_entries(folder), _read_tensors(folder)
     layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
+    parameters = tuple(entries.get("target_parameters") or ())
     every = [f"{layer}.{part}" for layer in layers for part in PARTS]
     if lost := [name for name in every if name not in tensors]:
         raise refused(folder, f"{TENSOR_FILE} lacks {lost[0]}", _EXPECTED, "Save it again")
     ranks = {len(tensors[f"{layer}.{PARTS[0]}"]) for layer in layers}
-    rank, alpha = entries.get("r"), entries.get("lora_alpha")
-    if ranks != {rank}:
+    rank: Any = entries.get("r")
+    alpha = entries.get("lora_alpha")
+    stacked = (
+        parameters and isinstance(rank, int) and not any(each % max(rank, 1) for each in ranks)
+    )
+    if ranks != {rank} and not stacked:
         raise refused(
             folder,
             f"r is {rank}, but the matrices have {sorted(ranks)}",
@@ -139,9 +155,10 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
             "Save it again",
         )
     form = Adapter(
-        rank=next(iter(ranks)),
+        rank=int(rank),
         alpha=float(alpha),
         layers=layers,
+        parameters=parameters,
         has_root_scale=bool(entries.get("use_rslora")),
     )
     return form, tensors
@@ -206,6 +223,21 @@ def _read_tensors(folder: str) -> dict[str, torch.Tensor]:
     return {".".join(place_of(name)): tensor for name, tensor in stored.items()}
 
 
+def wrapped_names(places: Sequence[str]) -> dict[str, str]:
+    """Return the names in PEFT's files of adapters of experts, by their places in the model.
+
+    The places are in the order of the tensors in their modules.
+    """
+    by_module: dict[str, list[str]] = {}
+    for place in places:
+        by_module.setdefault(place.rpartition(f".{HOLDER}.")[0], []).append(place)
+    return {
+        place: experts + ".base_layer" * (len(own) - number)
+        for experts, own in by_module.items()
+        for number, place in enumerate(own, start=1)
+    }
+
+
 def write_adapter(
     folder: str,
     form: Adapter,
@@ -230,6 +262,7 @@ def write_adapter(
     check_replaceable(folder, CONFIG_FILE)
     parent, name = os.path.split(folder)
     os.makedirs(parent, exist_ok=True)
+    wrapped = wrapped_names([each for each in form.layers if f".{HOLDER}." in each])
     entries = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -238,7 +271,8 @@ def write_adapter(
         "lora_alpha": form.alpha,
         "lora_dropout": dropout,
         "use_rslora": form.has_root_scale,
-        "target_modules": list(form.layers),
+        "target_modules": [each for each in form.layers if each not in wrapped] or None,
+        "target_parameters": [adapted_tensor(each) for each in wrapped] or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -250,7 +284,11 @@ def write_adapter(
         with open(os.path.join(whole, CONFIG_FILE), "w") as file:
             json.dump(entries, file, indent=2)
         save_tensors(
-            {name_in_file(each): tensor for each, tensor in tensors.items()},
+            {
+                name_in_file(f"{wrapped.get(place, place)}.{part}"): tensor
+                for name, tensor in tensors.items()
+                for place, _, part in [name.rpartition(".")]
+            },
             os.path.join(whole, TENSOR_FILE),
         )
         replace_folder(whole, folder)

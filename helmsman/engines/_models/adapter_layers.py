@@ -2,7 +2,8 @@
 
 A layer with an adapter stays where it is, with its class and its name, and has two parameters more,
 ``lora_A`` (r, in) and ``lora_B`` (out, r). So sharding, files and transfers find the base model as
-without adapters.
+without adapters. The matrices of E experts that are one tensor have the adapters of all experts in
+``<experts>.lora.<tensor>``, as PEFT stacks them: ``lora_A`` (E * r, in), ``lora_B`` (out, r * E).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch.nn.functional import dropout, linear
 from helmsman.api.suggestions import did_you_mean
 
 PARTS = ("lora_A", "lora_B")
+HOLDER = "lora"
+"""Child of a module of experts, with the adapters of its tensors by their names."""
 _ALL = "all-linear"
 _ALIKE = ("FalconLinear",)
 """Subclasses of nn.Linear whose ``forward`` computes W x + b, too."""
@@ -46,19 +49,60 @@ class AdapterSwitch:
             inputs = dropout(inputs, self._dropout, layer.training)
         return outputs + self._scale * linear(linear(inputs, layer.lora_A), layer.lora_B)
 
+    def outputs_of_experts(self, experts: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of experts, whose tensors have their adapters added meanwhile."""
+        if not self.is_on:
+            return forward(*args, **kwargs)
+        try:
+            for name, parts in experts.lora.items():  # attributes of the instance hide parameters
+                whole = experts._parameters[name]
+                low, high = parts.lora_A.to(whole.dtype), parts.lora_B.to(whole.dtype)
+                experts.__dict__[name] = add_to_experts(experts, whole, low, high, self._scale)
+            return forward(*args, **kwargs)
+        finally:
+            for name in experts.lora:
+                experts.__dict__.pop(name, None)
 
-def attach(layer: nn.Linear, parts: Mapping[str, nn.Parameter], switch: AdapterSwitch) -> None:
-    """Give a layer the parameters of an adapter, or other ones, by PARTS."""
-    for part in PARTS:
-        layer.register_parameter(part, parts[part])
+
+def add_to_experts(
+    experts: nn.Module, whole: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return W + scale * B A of each expert: (E, out, in), or (E, in, out) as they have them."""
+    size = len(whole)
+    one, other = high.unflatten(1, (-1, size)).permute(2, 0, 1), low.unflatten(0, (size, -1))
+    one, other = (other.mT, one.mT) if _has_inputs_first(experts) else (one, other)
+    return torch.baddbmm(whole, one, other, alpha=scale)
+
+
+def _has_inputs_first(layer: nn.Module) -> bool:
+    """Return whether the tensors of experts are (E, in, out), as transformers marks them."""
+    return bool(getattr(layer, "is_transposed", False))
+
+
+def attach(
+    layer: nn.Module, place: str, parts: Mapping[str, nn.Parameter], switch: AdapterSwitch
+) -> None:
+    """Give a layer, or a tensor of experts, an adapter's parameters, or other ones, by PARTS."""
     adapted: Any = layer
-    adapted.forward = functools.partial(switch.outputs, layer)
+    holder = layer
+    if isinstance(layer, nn.Linear):
+        adapted.forward = functools.partial(switch.outputs, layer)
+    else:
+        if not hasattr(layer, HOLDER):
+            adapted.lora = nn.ModuleDict()
+            adapted.forward = functools.partial(switch.outputs_of_experts, layer, layer.forward)
+        adapted.lora[place.rpartition(".")[2]] = holder = nn.Module()
+    for part in PARTS:
+        holder.register_parameter(part, parts[part])
 
 
 def detach_all(model: nn.Module) -> None:
     """Remove all adapters of a model."""
-    for module in model.modules():
-        if hasattr(module, PARTS[0]):
+    for module in list(model.modules()):
+        if isinstance(getattr(module, HOLDER, None), nn.ModuleDict):
+            del module.forward
+            delattr(module, HOLDER)
+        elif isinstance(module, nn.Linear) and hasattr(module, PARTS[0]):
             del module.forward
             for part in PARTS:
                 delattr(module, part)
@@ -81,16 +125,49 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return modules of experts whose matrices are one tensor (E, ., .), by the adapter's place."""
+    return {
+        f"{name}.{HOLDER}.{own}": module
+        for name, module in model.named_modules()
+        for own, tensor in module.named_parameters(recurse=False)
+        if tensor.dim() == 3 and getattr(module, "num_experts", None) == len(tensor)
+    }
+
+
+def adapted_tensor(place: str) -> str:
+    """Return the name of the tensor in the model that the adapter of a place changes."""
+    experts, is_of_experts, own = place.rpartition(f".{HOLDER}.")
+    return f"{experts}.{own}" if is_of_experts else f"{place}.weight"
+
+
+def matrix_sizes(layer: nn.Module, place: str) -> tuple[int, int, int]:
+    """Return the number of matrices of an adapted layer, and each one's outputs and inputs."""
+    weight = layer.get_parameter(adapted_tensor(place).rpartition(".")[2])
+    num_out, num_in = weight.shape[-2:]
+    num = len(weight) if weight.dim() == 3 else 1
+    return (num, num_in, num_out) if _has_inputs_first(layer) else (num, num_out, num_in)
+
+
+def meant_experts(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Return the places of the tensors of experts with these names, or ends of names."""
+    return [
+        place
+        for place in experts_of(model)
+        if any(_is_meant(adapted_tensor(place), target) for target in targets)
+    ]
+
+
 def is_adapter(name: str) -> bool:
     """Return whether a parameter of this name in a model belongs to an adapter."""
     return name.endswith(tuple(f".{part}" for part in PARTS))
 
 
 def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the layers that are meant, by PEFT's rules.
+    """Return the places of the layers that are meant, by PEFT's rules.
 
     A list has whole names or their ends; a text is a regular expression of whole names, or
-    ``all-linear``, every linear layer but the output layer.
+    ``all-linear``, every linear layer but the output layer. Tensors of experts are meant by name.
 
     Raises:
         ValueError: Nothing is meant, or a target is no linear layer, or the output layer.
@@ -104,21 +181,24 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
         )
     if targets == _ALL:
         return tuple(linears)
+    places = {name: name for name in linears}
+    places |= {adapted_tensor(place): place for place in experts_of(model)}
     if isinstance(targets, str):
-        chosen = [name for name in linears if re.fullmatch(targets, name)]
+        chosen = [place for name, place in places.items() if re.fullmatch(targets, name)]
         if not chosen:
             raise ValueError(
                 f"lora.targets is {targets!r}, which matches no linear layer of "
-                f"{type(model).__name__}; {did_you_mean(targets, [_ALL, *_ends(linears)])}"
+                f"{type(model).__name__}; {did_you_mean(targets, [_ALL, *_ends(places)])}"
             )
         return tuple(chosen)
     for target in targets:
-        if not any(_is_meant(name, target) for name in linears):
+        if not any(_is_meant(name, target) for name in places):
             raise ValueError(
                 f"lora.targets has {target!r}, but {type(model).__name__} has no linear layer of "
-                f"this name besides the output layer; {did_you_mean(target, _ends(linears))}"
+                f"this name besides the output layer; {did_you_mean(target, _ends(places))}"
             )
-    return tuple(name for name in linears if any(_is_meant(name, each) for each in targets))
+    chosen = [name for name in places if any(_is_meant(name, each) for each in targets)]
+    return tuple(places[name] for name in chosen)
 
 
 def _is_meant(name: str, target: str) -> bool:

@@ -6,16 +6,22 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import torch
 from torch import nn
 
-from helmsman.engines._models.adapter_files import Adapter, read_adapter
+from helmsman.engines._models.adapter_files import Adapter, read_adapter, wrapped_names
 from helmsman.engines._models.adapter_layers import (
     PARTS,
     AdapterSwitch,
+    adapted_tensor,
+    add_to_experts,
     attach,
+    experts_of,
     is_adapter,
     linear_layers,
+    matrix_sizes,
+    meant_experts,
     targets_of,
 )
 from helmsman.engines._models.model import resolve_dtype, seeded
@@ -40,28 +46,35 @@ class Adapters:
     def __init__(self, model: nn.Module, config: LoRA, seed: int) -> None:
         given: Mapping[str, torch.Tensor] = {}
         if config.path:
-            self.form, given = read_adapter(config.path)
+            self.form, given = _in_places(*read_adapter(config.path), model)
         else:
             layers = targets_of(model, config.targets)
             self.form = Adapter(rank=config.rank, alpha=config.alpha, layers=layers)
         self._switch = AdapterSwitch(self.form.scale, config.dropout)
         self._values: dict[str, torch.Tensor] = {}
         model.requires_grad_(False)
-        linears = linear_layers(model)
+        linears, self._experts = linear_layers(model), experts_of(model)
         with seeded(seed):
             for name in self.form.layers:
-                if (layer := linears.get(name)) is None:
+                if (layer := linears.get(name) or self._experts.get(name)) is None:
                     raise ValueError(
                         f"the adapter has {name}, which is no linear layer of "
                         f"{type(model).__name__} besides its output layer: it belongs to another "
                         "model, or has to be merged into its base (merge_and_unload)"
                     )
+                if name in self._experts and config.dropout:
+                    raise ValueError(
+                        f"lora.dropout is {config.dropout}, and the adapters include "
+                        f"{adapted_tensor(name)}, the matrices of experts, to whose inputs it "
+                        "cannot be applied; expected 0"
+                    )
                 self._add(layer, name, resolve_dtype(config.dtype), given)
 
     def _add(
-        self, layer: nn.Linear, name: str, dtype: torch.dtype, given: Mapping[str, torch.Tensor]
+        self, layer: nn.Module, name: str, dtype: torch.dtype, given: Mapping[str, torch.Tensor]
     ) -> None:
-        shapes = (self.form.rank, layer.in_features), (layer.out_features, self.form.rank)
+        num, num_out, num_in = matrix_sizes(layer, name)
+        shapes = (self.form.rank * num, num_in), (num_out, self.form.rank * num)
         parts: dict[str, nn.Parameter] = {}
         for part, shape in zip(PARTS, shapes, strict=True):
             drawn = torch.zeros(shape)
@@ -74,9 +87,9 @@ class Adapters:
                     f"{shape}: it belongs to another model"
                 )
             self._values[f"{name}.{part}"] = value.to(dtype)
-            empty = torch.empty(shape, dtype=dtype, device=layer.weight.device)
-            parts[part] = nn.Parameter(empty)
-        attach(layer, parts, self._switch)
+            device = next(layer.parameters()).device
+            parts[part] = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        attach(layer, name, parts, self._switch)
 
     def take_values(self) -> dict[str, torch.Tensor]:
         """Return the initial values on the host, by the parameters' names; once."""
@@ -108,8 +121,8 @@ class Adapters:
     def merged(self, tensors: Mapping[str, torch.Tensor], gather: Gather) -> Gather:
         """Return a ``gather`` of the base model that adds scale * B A to each adapted W."""
         parts = {
-            id(tensors[f"{layer}.weight"]): [tensors[f"{layer}.{part}"] for part in PARTS]
-            for layer in self.form.layers
+            id(tensors[adapted_tensor(place)]): [tensors[f"{place}.{part}"] for part in PARTS]
+            for place in self.form.layers
         }
 
         def merged(
@@ -130,6 +143,9 @@ class Adapters:
         self, whole: torch.Tensor, matrices: Iterator[torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
         low, high = next(matrices), next(matrices)
+        if whole.dim() == 3:
+            experts = next(iter(self._experts.values()))  # those of a model are alike
+            return add_to_experts(experts, whole.float(), low, high, self.form.scale).to(dtype)
         return torch.addmm(whole.float(), high, low, alpha=self.form.scale).to(dtype)
 
     @contextlib.contextmanager
@@ -140,3 +156,16 @@ class Adapters:
             yield
         finally:
             self._switch.is_on = True
+
+
+def _in_places(
+    form: Adapter, tensors: Mapping[str, torch.Tensor], model: nn.Module
+) -> tuple[Adapter, dict[str, torch.Tensor]]:
+    """Give adapters of experts, as read from files, the names of their places in a model."""
+    places = {name: at for at, name in wrapped_names(meant_experts(model, form.parameters)).items()}
+    if lost := places.keys() - set(form.layers):
+        raise ValueError(f"the adapter lacks {min(lost)}, a tensor of its target_parameters")
+    layers = (*(each for each in form.layers if each not in places), *places.values())
+    split = ((*name.rpartition("."), tensor) for name, tensor in tensors.items())
+    named = {f"{places.get(layer, layer)}.{part}": tensor for layer, _, part, tensor in split}
+    return msgspec.structs.replace(form, layers=layers), named

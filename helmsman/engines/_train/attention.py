@@ -287,7 +287,7 @@ def _tokens_for_heads(states: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenates the ranks' parts along the last axis.
+    """Concatenates the ranks' parts along axis 1.
 
     All ranks compute the same loss from the result, so each already has the whole gradient of its
     part.
@@ -296,18 +296,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
+        part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad,) = grads
-        return grad.chunk(dist.get_world_size(ctx.group), dim=-1)[dist.get_rank(ctx.group)], None
+        return grad.chunk(dist.get_world_size(ctx.group), dim=1)[dist.get_rank(ctx.group)], None
 
 
 def gather_tokens(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather (R, N) from the (R, N / P) of each rank. A collective.
+    """Gather (R, N, ...) from the (R, N / P, ...) of each rank. A collective.
 
     Differentiable if all ranks compute the same loss.
     """

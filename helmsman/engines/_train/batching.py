@@ -15,7 +15,14 @@ from typing import Any
 import msgspec
 import torch
 
-from helmsman.api.engines import Sample, SampleShare, require_mapping, sample_numbers
+from helmsman.api.engines import (
+    PER_CHOICE,
+    TOP_IDS,
+    Sample,
+    SampleShare,
+    require_mapping,
+    sample_numbers,
+)
 from helmsman.api.pairs import sample_units
 
 _ALIGNMENT = 16
@@ -43,24 +50,37 @@ class TokenRows(msgspec.Struct, frozen=True):
     """
 
     def per_token(self, values: torch.Tensor) -> torch.Tensor:
-        """Select outputs (R, N) *at* each token: (B, T), 0 beyond the end. Differentiable."""
+        """Select outputs (R, N, ...) *at* each token: (B, T, ...), 0 beyond the end.
+
+        Differentiable.
+        """
         return self._at(values, self.places, self._positions() < self.lengths[:, None])
 
     def per_prediction(self, values: torch.Tensor) -> torch.Tensor:
-        """Select outputs (R, N) *before* each token: (B, T), 0 at the first and past the end."""
+        """Select outputs (R, N, ...) *before* each token: (B, T, ...).
+
+        They are 0 at the first token and past the end. Differentiable.
+        """
+        return self._at(values, (self.places - 1).clamp(min=0), self._is_predicted())
+
+    def to_predictions(self, column: torch.Tensor) -> torch.Tensor:
+        """Put a column (B, T, ...) *before* each token: (R, N, ...), and 0 elsewhere."""
+        rows = column.new_zeros((self.input_ids.numel(), *column.shape[2:]))
+        within = self._is_predicted()
+        rows[(self.places - 1)[within]] = column[within]
+        return rows.view(*self.input_ids.shape, *column.shape[2:])
+
+    def _is_predicted(self) -> torch.Tensor:
         positions = self._positions()
-        return self._at(
-            values,
-            (self.places - 1).clamp(min=0),
-            (positions > 0) & (positions < self.lengths[:, None]),
-        )
+        return (positions > 0) & (positions < self.lengths[:, None])
 
     def _positions(self) -> torch.Tensor:
         return torch.arange(self.places.shape[1], device=self.places.device)[None]
 
     @staticmethod
     def _at(values: torch.Tensor, places: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
-        return values.flatten().take(places).masked_fill(~within, 0.0)
+        within = within.view(*within.shape, *[1] * (values.ndim - 2))
+        return values.flatten(0, 1)[places].masked_fill(~within, 0)
 
 
 def pad(samples: Sequence[torch.Tensor], multiple: int = 1) -> TokenRows:
@@ -109,8 +129,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     lengths: tuple[int, ...]
     """Lengths of the samples before padding."""
     columns: dict[str, torch.Tensor]
-    """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries, (B, T)
-    or (B,); padded on the right to the longest sample.
+    """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries, (B,),
+    (B, T) or (B, T, k); padded on the right to the longest sample.
     """
     rows: TokenRows
     """The same tokens in the layout of the model's input."""
@@ -202,6 +222,11 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
                 raise ValueError(
                     f"{name!r} is a scalar in sample {scalar}, but has one entry per token in "
                     f"sample {other}"
+                )
+            if column.shape[1:] != checked[0][name].shape[1:]:
+                raise ValueError(
+                    f"{name!r} has {column.shape[1]} choices per token in sample {number}, but "
+                    f"{checked[0][name].shape[1]} in sample {numbers[0]}"
                 )
     sample_units(SampleShare(checked, numbers))
     # A padded column takes the dtype of its first row: floats beside a row of integers would be
@@ -346,11 +371,19 @@ def _to_columns(number: int, sample: Mapping[str, Any], vocab_size: int) -> dict
             f"sample {number}: 'input_ids' has ids outside the vocabulary of size {vocab_size}"
         )
     for name, column in columns.items():
-        if column.ndim > 1 or (column.ndim == 1 and len(column) != len(input_ids)):
+        is_fit, expected = column.ndim < 2, f"({len(input_ids)},), one entry per token, or a scalar"
+        if name in PER_CHOICE:
+            is_fit, expected = column.ndim == 2, f"({len(input_ids)}, k), k choices per token"
+        if not is_fit or (column.ndim and len(column) != len(input_ids)):
             raise ValueError(
                 f"sample {number}: {name!r} has the shape {tuple(column.shape)}; expected "
-                f"({len(input_ids)},), one entry per token, or a scalar"
+                f"{expected}"
             )
+    top_ids = columns.get(TOP_IDS, input_ids).long()
+    if int(top_ids.min()) < 0 or int(top_ids.max()) >= vocab_size:
+        raise ValueError(
+            f"sample {number}: {TOP_IDS!r} has ids outside the vocabulary of size {vocab_size}"
+        )
     mask = columns.get("loss_mask", torch.ones(len(input_ids), dtype=torch.bool))
     if mask.ndim != 1:
         raise ValueError(f"sample {number}: 'loss_mask' is a scalar; expected one entry per token")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from helmsman.api.engines import OWN_TOP_LOGPROBS, TOP_IDS
 from helmsman.engines._models.distributed import failing_together, gather_objects
 from helmsman.engines._train.attention import RowShape, gather_tokens
 from helmsman.engines._train.batching import (
@@ -129,15 +130,39 @@ class ModelRunner:
 
         Raises ValueError if the ranks of a model-parallel group have different samples.
         """
-        results = [torch.empty(0)] * len(samples)
+        return [row for (row,) in self._rows_of(samples, lambda batch: (self._outputs(batch),))]
+
+    def top_choices(
+        self, samples: Sequence[Columns], num_choices: int, num_ids: int
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Find the most probable tokens in place of each sample's tokens.
+
+        Returns ids (T, k) int32 and log-probabilities (T, k) float32, on the host. Raises
+        ValueError if the ranks of a model-parallel group have different samples.
+        """
+
+        def choices(batch: MicroBatch) -> list[torch.Tensor]:
+            found = self._of_targets(batch, batch.rows.next_ids, top=(num_choices, num_ids))
+            whole = (self._whole_rows(each) for each in (found.ids.int(), found.logprobs))
+            return [batch.rows.per_prediction(each) for each in whole]
+
+        return self._rows_of(samples, choices)
+
+    def _rows_of(
+        self,
+        samples: Sequence[Columns],
+        compute: Callable[[MicroBatch], Sequence[torch.Tensor]],
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Return each sample's part of the columns (B, T, ...) that ``compute`` returns."""
+        results: list[tuple[torch.Tensor, ...]] = [()] * len(samples)
         micro_batches = self._make_micro_batches(samples)[0]
         with cast_parameters(self._model(), self._traits.compute_dtype):
             for micro_batch in micro_batches:
-                outputs = self._outputs(micro_batch.to(self._device)).cpu()
-                for index, length, row in zip(
-                    micro_batch.indices, micro_batch.lengths, outputs, strict=False
+                outputs = [each.cpu() for each in compute(micro_batch.to(self._device))]
+                for index, length, *rows in zip(
+                    micro_batch.indices, micro_batch.lengths, *outputs, strict=False
                 ):
-                    results[index] = row[:length].clone()
+                    results[index] = tuple(row[:length].clone() for row in rows)
         self._model()  # outputs of aborted collectives would be arbitrary
         return results
 
@@ -170,42 +195,48 @@ class ModelRunner:
         """Compute log-probabilities or values of a micro-batch's tokens, (B, T) float32.
 
         The log-probability of a token is conditioned on the tokens before it; the first entry of
-        each row is 0. If the loss needs entropies, they are added to the micro-batch's columns.
+        each row is 0. If the loss needs entropies, they are added to the micro-batch's columns; so
+        are the log-probabilities of a teacher's choices, if there are any.
         """
-        rows, mesh = micro_batch.rows, self._mesh
-        input_ids, position_ids, next_ids = (
-            ids.chunk(mesh.layout.context_size, dim=1)[mesh.context_rank]
-            for ids in (rows.input_ids, rows.position_ids, rows.next_ids)
-        )
-        arguments: dict[str, Any] = {}
-        if self._traits.uses_row_attention:
-            arguments = {
-                "position_ids": position_ids,
-                "helmsman_rows": RowShape(rows.segments, mesh.context_group, self._device),
-            }
-        model = self._model()
+        rows, columns = micro_batch.rows, micro_batch.columns
         if self._config.head == "value":
-            with whole_pass(model):
-                values = model(input_ids=input_ids, use_cache=False, **arguments)
-            return rows.per_token(self._whole_rows(values))
+            return rows.per_token(self._whole_rows(self._run(micro_batch)))
+        targets, has_choices = rows.next_ids, loss is not None and TOP_IDS in columns
+        if has_choices:
+            choices = rows.to_predictions(columns[TOP_IDS].long())
+            targets = torch.cat([targets[..., None], choices], dim=-1)
+        needs_entropy = loss is not None and loss.needs_entropy
+        statistics = self._of_targets(micro_batch, targets, with_entropies=needs_entropy)
+        if statistics.entropies is not None:
+            columns["entropy"] = rows.per_prediction(self._whole_rows(statistics.entropies))
+        logprobs = rows.per_prediction(self._whole_rows(statistics.logprobs))
+        if has_choices:
+            columns[OWN_TOP_LOGPROBS], logprobs = logprobs[..., 1:], logprobs[..., 0]
+        return logprobs
+
+    def _of_targets(self, micro_batch: MicroBatch, targets: torch.Tensor, **how: Any) -> Any:
+        """Run a model that returns statistics; ``how`` are arguments of return_statistics."""
         group = None
         if self._traits.has_sharded_logits:
-            assert mesh.tensor is not None
-            group = mesh.tensor.get_group()
+            assert self._mesh.tensor is not None
+            group = self._mesh.tensor.get_group()
+        how = {"with_entropies": False, **how}
+        return self._run(micro_batch, targets=self._own_part(targets), group=group, **how)
+
+    def _run(self, micro_batch: MicroBatch, **arguments: Any) -> Any:
+        """Run the model on this rank's part of the rows."""
+        rows, model = micro_batch.rows, self._model()
+        if self._traits.uses_row_attention:
+            arguments |= {
+                "position_ids": self._own_part(rows.position_ids),
+                "helmsman_rows": RowShape(rows.segments, self._mesh.context_group, self._device),
+            }
         with whole_pass(model):
-            statistics = model(
-                input_ids=input_ids,
-                use_cache=False,
-                targets=next_ids,
-                with_entropies=loss is not None and loss.needs_entropy,
-                group=group,
-                **arguments,
-            )
-        if statistics.entropies is not None:
-            micro_batch.columns["entropy"] = rows.per_prediction(
-                self._whole_rows(statistics.entropies)
-            )
-        return rows.per_prediction(self._whole_rows(statistics.logprobs))
+            return model(input_ids=self._own_part(rows.input_ids), use_cache=False, **arguments)
+
+    def _own_part(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the part of rows (R, N, ...) that is this rank's, of its context group."""
+        return rows.chunk(self._mesh.layout.context_size, dim=1)[self._mesh.context_rank]
 
     def _whole_rows(self, parts: torch.Tensor) -> torch.Tensor:
         group = self._mesh.context_group

@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from helmsman.engines._train.vocabulary import OutputLayer, TokenStatistics, token_statistics
+from helmsman.engines._train.vocabulary import (
+    OutputLayer,
+    TokenStatistics,
+    TopChoices,
+    token_statistics,
+    top_choices,
+)
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,8 +29,9 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 def return_statistics(model: nn.Module) -> None:
     """Make a causal model return TokenStatistics, (B, T). Call this before the model is sharded.
 
-    Its ``forward`` then takes ``targets`` (B, T) int64, ``with_entropies``, and the ``group`` of
-    ranks that share the vocabulary or None, besides the arguments of the model.
+    Its ``forward`` then takes ``targets`` (B, T) or (B, T, M) int64, ``with_entropies``, and the
+    ``group`` of ranks that share the vocabulary or None, besides the arguments of the model. With a
+    pair ``top``, (k, number of ids) of top_choices, it returns TopChoices (B, T, k) instead.
     """
     own_forward: Any = model.forward
     is_separable, transform = _separated(model)
@@ -34,8 +41,9 @@ def return_statistics(model: nn.Module) -> None:
         targets: torch.Tensor,
         with_entropies: bool,
         group: dist.ProcessGroup | None,
+        top: tuple[int, int] | None = None,
         **arguments: Any,
-    ) -> TokenStatistics:
+    ) -> TokenStatistics | TopChoices:
         any_model: Any = model
         if is_separable:
             inputs = any_model.base_model(**arguments).last_hidden_state
@@ -44,6 +52,8 @@ def return_statistics(model: nn.Module) -> None:
             layer = OutputLayer(_local(head.weight), bias, transform)
         else:
             inputs, layer = _local(own_forward(**arguments).logits), None
+        if top is not None:
+            return top_choices(inputs, *top, layer=layer, group=group)
         logprobs, entropies = token_statistics(
             inputs, targets, layer=layer, group=group, with_entropies=with_entropies
         )

@@ -35,12 +35,21 @@ class OutputLayer(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of tokens, each (...) float32 and differentiable."""
+    """Statistics of tokens, float32 and differentiable."""
 
     logprobs: torch.Tensor
-    """Log-probability of each target."""
+    """Log-probability of each target, in the shape of the targets."""
     entropies: torch.Tensor | None
-    """Entropy in nats of the distribution from which each target is predicted."""
+    """(...), entropy in nats of the distribution from which each target is predicted."""
+
+
+class TopChoices(NamedTuple):
+    """The k most probable ids of each distribution, the first one first; without gradients."""
+
+    ids: torch.Tensor
+    """(..., k) int64, ids of the whole vocabulary."""
+    logprobs: torch.Tensor
+    """(..., k) float32."""
 
 
 def token_statistics(
@@ -56,7 +65,7 @@ def token_statistics(
 
     Args:
         inputs: (..., H) hidden states; without a layer (..., V) logits. Floating point.
-        targets: (...) int64, ids of the whole vocabulary.
+        targets: (...), or several of each distribution (..., M), int64 ids of the whole vocabulary.
         layer: The output layer, which is applied here.
         group: Ranks that share the vocabulary, in equal parts; the call and its backward pass are
             then collectives, and the gradients of the results must be the same on all of them.
@@ -70,10 +79,55 @@ def token_statistics(
     size = inputs.shape[-1] if weight is None else len(weight)
     how = _How(transform, group, max(1, chunk_numel // size), with_entropies)
     flat = inputs.reshape(-1, inputs.shape[-1])
-    logprobs, entropies = _TokenStatistics.apply(flat, weight, bias, targets.reshape(-1), how)  # type: ignore[no-untyped-call]
+    columns = targets.reshape(len(flat), -1)
+    logprobs, entropies = _TokenStatistics.apply(flat, weight, bias, columns, how)  # type: ignore[no-untyped-call]
+    shape = inputs.shape[:-1]
     return TokenStatistics(
-        logprobs.view(targets.shape), entropies.view(targets.shape) if with_entropies else None
+        logprobs.view(targets.shape), entropies.view(shape) if with_entropies else None
     )
+
+
+@torch.no_grad()
+def top_choices(
+    inputs: torch.Tensor,
+    num_choices: int,
+    num_ids: int,
+    *,
+    layer: OutputLayer | None = None,
+    group: dist.ProcessGroup | None = None,
+    chunk_numel: int = _CHUNK_NUMEL,
+) -> TopChoices:
+    """Find the most probable ids of each distribution, and their log-probabilities.
+
+    Args:
+        inputs: (..., H) hidden states; without a layer (..., V) logits. Floating point.
+        num_choices: Number of ids, k; at most the size of the vocabulary and ``num_ids``.
+        num_ids: Only ids below this are chosen; the others keep their share of the probability.
+        layer: The output layer, which is applied here.
+        group: Ranks that share the vocabulary, in equal parts; the call is then a collective.
+        chunk_numel: Maximum logits that are computed at once.
+
+    Returns:
+        The choices.
+    """
+    weight, bias, transform = (None, None, None) if layer is None else layer
+    size = inputs.shape[-1] if weight is None else len(weight)
+    first = 0 if group is None else dist.get_rank(group) * size
+    is_left_out = torch.arange(first, first + size, device=inputs.device) >= num_ids
+    chunks = []
+    for rows in inputs.reshape(-1, inputs.shape[-1]).split(max(1, chunk_numel // size)):
+        logits = rows if weight is None else linear(rows, weight, bias)
+        logits = (logits if transform is None else transform(logits)).float()
+        best = logits.masked_fill(is_left_out, -torch.inf).topk(min(num_choices, size))
+        chunks.append((logits.logsumexp(-1, keepdim=True), best.values, best.indices + first))
+    normalizers, values, ids = (torch.cat(each) for each in zip(*chunks, strict=True))
+    if group is not None:
+        normalizers = _gather(normalizers, group).logsumexp(0)
+        values, ids = (_gather(each, group).movedim(0, 1).flatten(1) for each in (values, ids))
+        values, places = values.topk(num_choices)
+        ids = ids.gather(-1, places)
+    shape = (*inputs.shape[:-1], num_choices)
+    return TopChoices(ids.view(shape), (values - normalizers).view(shape))
 
 
 class _How(NamedTuple):
@@ -99,16 +153,16 @@ def _gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _of_rows(logits: torch.Tensor, targets: torch.Tensor, how: _How) -> torch.Tensor:
-    """Return (3, N) of logits (N, V): normalizers, logits of the targets, and entropies or 0."""
+    """Return (N, 2 + M) of logits (N, V): normalizers, entropies or 0, logits of the targets."""
     if how.transform is not None:
         logits = how.transform(logits)
     logits = logits.float()
     normalizers = logits.logsumexp(-1)
-    picked = logits.gather(-1, targets[:, None])[:, 0]
-    entropies = torch.zeros_like(picked)
+    picked = logits.gather(-1, targets)
+    entropies = torch.zeros_like(normalizers)
     if how.with_entropies:
         entropies = _entr((logits - normalizers[:, None]).exp_()).sum(-1)
-    return torch.stack([normalizers, picked, entropies])
+    return torch.cat([normalizers[:, None], entropies[:, None], picked], dim=-1)
 
 
 class _TokenStatistics(torch.autograd.Function):
@@ -135,16 +189,17 @@ class _TokenStatistics(torch.autograd.Function):
             logits = rows if weight is None else linear(rows, weight, bias)
             chunks.append(_of_rows(logits, chosen, how))
             kept.append(logits if keeps else None)
-        normalizers, picked, entropies = torch.cat(chunks, dim=1)
+        whole = torch.cat(chunks)
+        normalizers, entropies, picked = whole[:, 0], whole[:, 1], whole[:, 2:]
         if how.group is not None:
-            own = torch.stack([normalizers, picked.where(is_own, 0.0), entropies])
+            own = torch.cat([whole[:, :2], picked.where(is_own, 0.0)], dim=-1)
             parts = _gather(own, how.group)
-            normalizers, picked = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
-            shares = (parts[:, 0] - normalizers).exp()
-            entropies = (shares * parts[:, 2] + _entr(shares)).sum(0)
+            normalizers, picked = parts[..., 0].logsumexp(0), parts[..., 2:].sum(0)
+            shares = (parts[..., 0] - normalizers).exp()
+            entropies = (shares * parts[..., 1] + _entr(shares)).sum(0)
         ctx.how, ctx.kept = how, kept
         ctx.save_for_backward(inputs, weight, bias, targets, is_own, normalizers, entropies)
-        return picked - normalizers, entropies.clone()
+        return picked - normalizers[:, None], entropies.clone()
 
     @staticmethod
     def backward(
@@ -196,10 +251,12 @@ def _slope(
 ) -> torch.Tensor:
     """Return the gradient (N, V) of logits.
 
-    ``numbers`` are (N,) each: normalizers, entropies, and the gradients of log-probabilities and of
-    entropies.
+    ``numbers`` are normalizers (N,), entropies (N,), and the gradients of log-probabilities (N, M)
+    and of entropies (N,).
     """
-    normalizers, entropies, grad, grad_entropies = (each[:, None] for each in numbers)
+    normalizers, entropies, grad_entropies = (numbers[each][:, None] for each in (0, 1, 3))
+    grad = numbers[2]
+    total = grad.sum(-1, keepdim=True)
     transformed = logits
     if how.transform is not None:
         with torch.enable_grad():
@@ -209,10 +266,10 @@ def _slope(
     if how.with_entropies:
         # dH / dz = -p (log p + H)
         slope = _entr(probabilities).sub_(probabilities * entropies).mul_(grad_entropies)
-        slope.sub_(probabilities.mul_(grad))
+        slope.sub_(probabilities.mul_(total))
     else:
-        slope = probabilities.mul_(-grad)
-    slope.scatter_add_(-1, targets[:, None], grad * is_own[:, None])
+        slope = probabilities.mul_(-total)
+    slope.scatter_add_(-1, targets, grad * is_own)
     if how.transform is None:
         return slope
     (through,) = torch.autograd.grad(transformed, logits, slope.to(transformed.dtype))

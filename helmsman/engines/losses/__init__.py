@@ -27,13 +27,20 @@ from helmsman.api.pairs import PAIR
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.losses.columns import LossResult, kl_estimate
 from helmsman.engines.losses.policy import cispo_loss, decoupled_ppo_loss, grpo_loss, gspo_loss
-from helmsman.engines.losses.supervised import dpo_loss, reward_model_loss, sft_loss, value_loss
+from helmsman.engines.losses.supervised import (
+    distill_loss,
+    dpo_loss,
+    reward_model_loss,
+    sft_loss,
+    value_loss,
+)
 
 __all__ = [
     "LOSSES",
     "LossCall",
     "cispo_loss",
     "decoupled_ppo_loss",
+    "distill_loss",
     "dpo_loss",
     "grpo_loss",
     "gspo_loss",
@@ -47,6 +54,7 @@ __all__ = [
 
 LOSSES: dict[str, Callable[..., LossResult]] = {
     "sft": sft_loss,
+    "distill": distill_loss,
     "grpo": grpo_loss,
     "ppo": grpo_loss,
     "decoupled_ppo": decoupled_ppo_loss,

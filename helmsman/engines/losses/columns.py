@@ -6,16 +6,19 @@ Values outside of the loss mask reach neither a loss nor its gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
+from helmsman.api.engines import OWN_TOP_LOGPROBS, PER_CHOICE, TOP_LOGPROBS
 from helmsman.api.reward_shaping import KlEstimator
 
 Columns: TypeAlias = Mapping[str, torch.Tensor]
 """Columns of a micro-batch by name, (B, T) or (B,): ``loss_mask`` is bool, ``pair`` integer, all
 others are used as float32.
 """
+Direction: TypeAlias = Literal["reverse", "forward"]
+"""``reverse`` is KL(policy || teacher), ``forward`` is KL(teacher || policy)."""
 LossResult: TypeAlias = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The sum of a loss, and sums of its statistics by name: float32 tensors of one element."""
 
@@ -79,3 +82,43 @@ def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator = "k3") -> torch
     if estimator == "k3":
         return torch.expm1(-log_ratio) + log_ratio
     raise ValueError(f"there is no KL estimator {estimator!r}; expected 'k1', 'k2' or 'k3'")
+
+
+def teacher_kl(loss: str, batch: Columns, direction: Direction) -> torch.Tensor:
+    """Compute the KL divergence between policy and teacher over the teacher's top k.
+
+    Both distributions are taken over the teacher's k most probable tokens and one bucket of all
+    others, r: KL(p || q) = sum over v in top k of p(v) log(p(v) / q(v)) + p(r) log(p(r) / q(r)),
+    where p(r) = 1 - sum of p(v). Never negative, and the divergence itself if k is the size of the
+    vocabulary. Without the bucket, the policy would gain by moving probability out of the top k.
+    Sources: GKD, arXiv:2306.13649 eq. 1 and 4 (both directions, on the student's tokens); the
+    bucket, arXiv:2608.14728.
+
+    Args:
+        loss: Name of the loss, for the message.
+        batch: ``loss_mask`` (B, T) bool; ``top_ids`` (B, T, k) integer and ``top_logprobs`` (B, T,
+            k) float32 of the teacher; ``own_top_logprobs`` (B, T, k) float32 of the policy.
+        direction: ``reverse`` has the policy for p, ``forward`` the teacher.
+
+    Returns:
+        (B, T) float32, 0 outside of the mask.
+
+    Raises:
+        ValueError: The batch lacks a column, or the direction is unknown.
+    """
+    require(loss, batch, PER_CHOICE)
+    if direction not in ("reverse", "forward"):
+        raise ValueError(f"there is no direction {direction!r}; expected 'reverse' or 'forward'")
+    is_outside = ~batch["loss_mask"][..., None]
+    p, q = (
+        _with_rest(batch[name].float().masked_fill(is_outside, 0.0))
+        for name in (OWN_TOP_LOGPROBS, TOP_LOGPROBS)
+    )
+    p, q = (p, q) if direction == "reverse" else (q, p)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
+    """Append the log-probability of all other tokens to (..., k), of at least 1e-7."""
+    total = logprobs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
+    return torch.cat([logprobs, torch.log(-torch.expm1(total))], dim=-1)

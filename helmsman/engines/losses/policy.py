@@ -5,7 +5,9 @@ Advantages come from groups (GRPO) or a critic (PPO). All losses read ``advantag
 tokens, which is DAPO's normalisation (arXiv:2503.14476, eq. 8). For the mean per sequence of GRPO
 and GSPO, and the constant of Dr. GRPO, pass ``loss_weights``, which
 ``helmsman.api.advantages.sequence_weights`` computes for a whole batch. A column ``importance``
-(B, T) multiplies the loss of each token, but not its regularizers.
+(B, T) multiplies the loss of each token, but not its regularizers. With ``top_ids`` and
+``top_logprobs`` (B, T, k) of a teacher, ``top_coef`` (B,) times the reverse KL divergence to it is
+added, and ``teacher_kl`` to the statistics; see ``columns.teacher_kl``.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from helmsman.api.engines import loss_traits
+from helmsman.api.engines import PER_CHOICE, TOP_IDS, loss_traits
 from helmsman.api.reward_shaping import KlEstimator
 from helmsman.engines.losses.columns import (
     Columns,
@@ -23,6 +25,7 @@ from helmsman.engines.losses.columns import (
     masked,
     masked_sum,
     require,
+    teacher_kl,
     weighted_sum,
 )
 
@@ -297,7 +300,7 @@ def _regularized(
     kl_estimator: KlEstimator,
     entropy_coef: float,
 ) -> LossResult:
-    """Weigh a policy's loss (B, T) by ``importance``, add the KL and entropy terms, and sum."""
+    """Weigh a policy's loss (B, T) by ``importance``, add the regularizers, and sum."""
     mask = batch["loss_mask"]
     if "importance" in batch:  # constants: helmsman.engines.losses.corrections
         objective = objective * masked(batch["importance"], mask)
@@ -307,6 +310,11 @@ def _regularized(
         )
         objective = objective + kl_coef * ref_kl
         stats["ref_kl"] = masked_sum(ref_kl, mask)
+    if TOP_IDS in batch:
+        require(loss, batch, (*PER_CHOICE, "top_coef"))
+        divergence = teacher_kl(loss, batch, "reverse")
+        objective = objective + masked(batch["top_coef"], mask) * divergence
+        stats["teacher_kl"] = masked_sum(divergence, mask)
     if entropy_coef:
         require(loss, batch, ("entropy",))
         entropy = masked(batch["entropy"], mask)

@@ -1,8 +1,8 @@
 """Losses on given answers, and on pairs of answers with the preferred one first.
 
-Single answers: supervised fine-tuning and critics. Pairs: DPO for policies, Bradley-Terry for
-reward models. Sums over pairs are divided by the number of pairs of the global batch;
-helmsman.api.pairs describes the layout of pairs.
+Single answers: supervised fine-tuning, distillation and critics. Pairs: DPO for policies,
+Bradley-Terry for reward models. Sums over pairs are divided by the number of pairs of the global
+batch; helmsman.api.pairs describes the layout of pairs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from helmsman.api.engines import loss_traits
 from helmsman.api.pairs import PAIR
 from helmsman.engines.losses.columns import (
     Columns,
+    Direction,
     LossResult,
     masked,
     masked_sum,
     require,
+    teacher_kl,
     weighted_sum,
 )
 
@@ -40,6 +42,36 @@ def sft_loss(logprobs: torch.Tensor, batch: Columns) -> LossResult:
         The loss summed over tokens, and no statistics.
     """
     return weighted_sum(-masked(logprobs, batch["loss_mask"]), batch), {}
+
+
+@loss_traits(head="lm")
+def distill_loss(
+    logprobs: torch.Tensor, batch: Columns, direction: Direction = "forward", hard: float = 0.0
+) -> LossResult:
+    """Compute the divergence from a teacher's top k, mixed with the loss on the tokens themselves.
+
+    (1 - hard) * KL + hard * negative log-likelihood. With ``forward`` and given answers, these are
+    the soft and hard targets of arXiv:1503.02531 section 2, at temperature 1; with ``reverse`` and
+    answers of the policy, GKD, arXiv:2306.13649.
+
+    Args:
+        logprobs: (B, T) float32 under the current weights.
+        batch: ``loss_mask`` (B, T) bool; ``top_ids`` (B, T, k) integer and ``top_logprobs`` (B, T,
+            k) float32 of the teacher, from ``forward_top``; ``own_top_logprobs`` (B, T, k) float32,
+            which the engine adds; optionally ``loss_weights`` (B,) or (B, T).
+        direction: ``forward``, KL(teacher || policy), or ``reverse``; see ``columns.teacher_kl``.
+        hard: Share of the negative log-likelihood, from 0 to 1.
+
+    Returns:
+        The loss summed over tokens, and the sum of ``teacher_kl``.
+
+    Raises:
+        ValueError: The batch lacks a column, or the direction is unknown.
+    """
+    mask = batch["loss_mask"]
+    divergence = teacher_kl("distill_loss", batch, direction)
+    mixed = (1 - hard) * divergence - hard * masked(logprobs, mask)
+    return weighted_sum(mixed, batch), {"teacher_kl": masked_sum(divergence, mask)}
 
 
 @loss_traits(head="value")

@@ -14,6 +14,7 @@ from helmsman.engines.losses import (
     LOSSES,
     cispo_loss,
     decoupled_ppo_loss,
+    distill_loss,
     dpo_loss,
     grpo_loss,
     gspo_loss,
@@ -147,6 +148,7 @@ def full_batch(num_rows: int = 4, length: int = 6) -> tuple[torch.Tensor, dict[s
 
 ARGUMENTS: dict[str, dict[str, object]] = {
     "sft": {},
+    "distill": {"hard": 0.25},
     "grpo": {"kl_coef": 0.1, "entropy_coef": 0.2, "dual_clip": 3.0},
     "ppo": {"kl_coef": 0.1, "kl_estimator": "k2"},
     "decoupled_ppo": {"kl_coef": 0.1, "kl_estimator": "k1", "entropy_coef": 0.2},
@@ -156,6 +158,25 @@ ARGUMENTS: dict[str, dict[str, object]] = {
     "dpo": {},
     "reward_model": {"center_coef": 0.1},
 }
+OWN, TEACHER = "own_top_logprobs", "top_logprobs"
+
+
+def with_choices(batch: dict[str, torch.Tensor], num_choices: int = 3) -> dict[str, torch.Tensor]:
+    """Add a teacher's choices of 7 tokens to a batch, and its weight."""
+    random, shape = torch.Generator().manual_seed(5), (*batch["loss_mask"].shape, 7)
+    teacher, own = (torch.randn(shape, generator=random).log_softmax(-1) for _ in range(2))
+    chosen, ids = teacher.topk(num_choices)
+    return {
+        **batch,
+        "top_ids": ids,
+        TEACHER: chosen,
+        OWN: own.gather(-1, ids),
+        "own": own,
+        "teacher": teacher,
+        "top_coef": torch.tensor([0.5, 1.0, 2.0, 3.0]),
+    }
+
+
 READS_BEFORE = "value"
 """The loss in which the output before a token stands for the token."""
 
@@ -164,16 +185,19 @@ def test_losses_names() -> None:
     assert tuple(LOSSES) == LOSS_NAMES
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [*LOSSES, "grpo with a teacher"])
 def test_losses_ignore_values_outside_mask(name: str) -> None:
     outputs, batch = full_batch()
+    name, _, has_teacher = name.partition(" ")
+    if has_teacher or name == "distill":
+        batch = with_choices(batch)
     mask = batch["loss_mask"]
     read = torch.roll(mask, -1, dims=1) if name == READS_BEFORE else mask
 
     def run(filling: float) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
         columns = {
-            key: column.masked_fill(~mask, filling)
-            if column.shape == mask.shape and column.is_floating_point()
+            key: column.masked_fill(~mask.view(*mask.shape, *[1] * (column.ndim - 2)), filling)
+            if column.shape[:2] == mask.shape and column.is_floating_point()
             else column
             for key, column in batch.items()
         }
@@ -198,9 +222,10 @@ def test_losses_ignore_values_outside_mask(name: str) -> None:
         assert all(torch.equal(other_stats[key], stats[key]) for key in stats)
 
 
-@pytest.mark.parametrize("name", [*TOKENS, "value", "sft"])
+@pytest.mark.parametrize("name", [*TOKENS, "value", "sft", "distill"])
 def test_losses_of_parts_sum_to_whole(name: str) -> None:
     outputs, batch = full_batch()
+    batch = with_choices(batch)
     whole, stats = LOSSES[name](outputs, batch, **ARGUMENTS[name])
     parts = [
         LOSSES[name](
@@ -223,6 +248,7 @@ def test_losses_of_parts_sum_to_whole(name: str) -> None:
         ("decoupled_ppo", {}, ["logprobs", "prox_logprobs", "advantages"]),
         ("gspo", {"kl_coef": 0.1}, ["logprobs", "advantages", "ref_logprobs"]),
         ("cispo", {}, ["logprobs", "advantages"]),
+        ("distill", {}, ["top_ids", "top_logprobs"]),
         ("value", {}, ["returns"]),
         ("value", {"clip": 0.1}, ["returns", "values"]),
         ("dpo", {}, ["pair", "ref_logprobs"]),
@@ -231,6 +257,7 @@ def test_losses_of_parts_sum_to_whole(name: str) -> None:
 )
 def test_losses_missing_columns(name: str, kwargs: dict[str, object], needed: list[str]) -> None:
     outputs, batch = full_batch()
+    batch = with_choices(batch) if name == "distill" else batch
     for missing in needed:
         given = {key: column for key, column in batch.items() if key != missing}
         with pytest.raises(
@@ -315,6 +342,68 @@ def test_decoupled_ppo_loss_one_old_policy() -> None:
     plain, plain_stats = grpo_loss(outputs, batch)
     assert decoupled.item() == pytest.approx(plain.item())
     assert plain_stats.items() <= stats.items()
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("num_choices", [1, 3, 7])
+def test_distill_loss_equals_plain_torch(direction: str, num_choices: int) -> None:
+    outputs, batch = full_batch()
+    batch = with_choices(batch, num_choices)
+    mask, ids = batch["loss_mask"], batch["top_ids"]
+
+    def of_choices(logprobs: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities of the choices and of all others, in float64."""
+        chosen = logprobs.double().exp().gather(-1, ids)
+        return torch.cat([chosen, 1 - chosen.sum(-1, keepdim=True)], dim=-1)
+
+    p, q = of_choices(batch["own"]), of_choices(batch["teacher"])
+    if num_choices == 7:  # there are no others, and this is the divergence itself
+        p, q = p[..., :-1], q[..., :-1]
+    p, q = (p, q) if direction == "reverse" else (q, p)
+    divergence = ((p * (p / q).log()).sum(-1) * mask).sum().item()
+    likelihood = (outputs * mask).sum().item()
+    loss, stats = distill_loss(outputs, {**batch, "loss_weights": torch.ones(4)}, direction)  # type: ignore[arg-type]
+    assert loss.item() == pytest.approx(divergence, abs=1e-6, rel=1e-6)
+    assert stats["teacher_kl"].item() == pytest.approx(divergence, abs=1e-6, rel=1e-6)
+    del batch["loss_weights"]
+    loss, _ = distill_loss(outputs, batch, direction, hard=0.25)  # type: ignore[arg-type]
+    assert loss.item() == pytest.approx(0.75 * divergence - 0.25 * likelihood, abs=1e-6, rel=1e-6)
+    with pytest.raises(ValueError, match="no direction 'both'; expected 'reverse' or 'forward'"):
+        distill_loss(outputs, batch, "both")  # type: ignore[arg-type]
+
+
+def test_distill_loss_teacher_that_is_sure() -> None:
+    batch = {
+        "loss_mask": mask(1),
+        "top_ids": torch.zeros(1, 2, 1, dtype=torch.int64),
+        TEACHER: torch.zeros(1, 2, 1),
+    }
+    own = torch.full((1, 2, 1), -0.7).requires_grad_()
+    for direction in ("reverse", "forward"):
+        loss, _ = distill_loss(column(-1.0), {**batch, OWN: own}, direction)  # type: ignore[arg-type]
+        (grad,) = torch.autograd.grad(loss, own)
+        assert loss.isfinite()
+        assert grad[0, 1, 0] < 0
+    exactly, _ = distill_loss(column(0.0), {**batch, OWN: torch.zeros(1, 2, 1)}, "reverse")
+    assert exactly.item() == 0.0
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_policy_losses_add_the_divergence_from_a_teacher(name: str) -> None:
+    outputs, batch = full_batch()
+    plain, _ = LOSSES[name](outputs, batch, **ARGUMENTS[name])
+    with_teacher = with_choices(batch)
+    loss, stats = LOSSES[name](outputs, with_teacher, **ARGUMENTS[name])
+    weights = with_teacher["top_coef"][:, None] * batch["loss_weights"]
+    weighted, _ = distill_loss(outputs, {**with_teacher, "loss_weights": weights}, "reverse")
+    divergence, _ = distill_loss(
+        outputs, {**with_teacher, "loss_weights": torch.ones(4)}, "reverse"
+    )
+    assert loss.item() == pytest.approx(plain.item() + weighted.item(), rel=1e-5)
+    assert stats["teacher_kl"].item() == pytest.approx(divergence.item(), rel=1e-6)
+    del with_teacher["top_coef"]
+    with pytest.raises(ValueError, match=r"_loss needs the column\(s\) top_coef in every sample"):
+        LOSSES[name](outputs, with_teacher, **ARGUMENTS[name])
 
 
 def test_gspo_loss_sequence_ratio() -> None:

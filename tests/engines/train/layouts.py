@@ -11,7 +11,7 @@ import torch
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.ranks import run_ranks
-from tests.engines.small_models import GEMMA3_MIXED, LLAMA, QWEN2, random_tokens
+from tests.engines.small_models import GEMMA3_MIXED, LLAMA, MIXTRAL, QWEN2, random_tokens
 
 VOCAB = {"vocab_size": 52}
 MODELS: dict[str, dict[str, Any]] = {
@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # Tied; its padding token is also a token of the samples.
     "qwen2": {**QWEN2, **VOCAB, "pad_token_id": 3},
     "qwen3": {**QWEN2, **VOCAB, "model_type": "qwen3", "head_dim": 8},
+    "mixtral": {**MIXTRAL, **VOCAB},
     "gemma3": {**GEMMA3_MIXED, **VOCAB, "tie_word_embeddings": True},
 }
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3, 15)]

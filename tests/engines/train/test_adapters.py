@@ -23,7 +23,7 @@ from helmsman.engines.weight_transfer import incoming
 from helmsman.engines.weights import apply_weights
 from tests.engines.conftest import Make
 from tests.engines.ranks import run_ranks
-from tests.engines.small_models import GPT2, LLAMA, QWEN2, VOCAB
+from tests.engines.small_models import GPT2, LLAMA, MIXTRAL, QWEN2, QWEN3_MOE, VOCAB
 from tests.engines.train.layouts import (
     BOTH,
     SAMPLES,
@@ -222,6 +222,83 @@ def test_targets_by_name_and_expression(make: Make) -> None:
         make(model=GPT2, lora=LORA)
     with pytest.raises(ValueError, match="a frozen engine trains no adapters"):
         make(model=LLAMA, lora=LORA, frozen=True)
+
+
+EXPERTS = {**LORA, "targets": ["gate_up_proj", "experts.down_proj", "q_proj"]}
+GPT_OSS: dict[str, Any] = {
+    **QWEN3_MOE,
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "sliding_window": 8,
+}
+"""Its experts have their inputs first."""
+MIXTURES = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "gpt_oss": GPT_OSS}
+
+
+@pytest.mark.parametrize("config", MIXTURES.values(), ids=list(MIXTURES))
+def test_experts_of_one_tensor(make: Make, tmp_path: Path, config: dict[str, Any]) -> None:
+    """A trained policy is the same merged, from its folder, and received by a rollout model."""
+    make(model=config).export_hf(str(tmp_path / "base"))
+    engine = trained(make, 0, model=str(tmp_path / "base"), lora=EXPERTS, packing=False)
+    initial = engine.forward(SAMPLES)
+    first, *_, last = (engine.train_batch(SAMPLES, "sft")["loss"] for _ in range(4))
+    assert last < first
+    expected = engine.forward(SAMPLES)
+    require_same(engine.forward_base(SAMPLES), initial)
+    trained_names = {
+        name.rpartition("layers.")[2]
+        for name, each in engine._built_model().named_parameters()
+        if each.requires_grad
+    }
+    assert len(trained_names) == 2 * 3 * 2
+    assert any(name.endswith("experts.lora.gate_up_proj.lora_A") for name in trained_names)
+    engine.export_adapter(str(tmp_path / "adapter"))
+    engine.export_hf(str(tmp_path / "merged"))
+    read = {"lora": {"path": str(tmp_path / "adapter")}, "packing": False}
+    again = make(model=str(tmp_path / "base"), **read)
+    require_same(again.forward(SAMPLES), expected, 0.0)
+    merged = make(model=str(tmp_path / "merged"), frozen=True, packing=False)
+    require_same(merged.forward(SAMPLES), expected)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    target, group = MemoryTarget(version=engine.get_version()), WeightGroup(torch.device("cpu"))
+    for form in (WeightFormat(adapters=True), WeightFormat(adapters=True), WeightFormat()):
+        received: Any = engine.publish_weights(target, form)
+        with incoming(received, group) as arriving:
+            apply_weights(model, arriving)
+        for sample, row in zip(SAMPLES, expected, strict=True):
+            ids = torch.tensor(sample["input_ids"])
+            with torch.no_grad():
+                logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            found = logprobs.gather(-1, ids[1:, None])[:, 0]
+            torch.testing.assert_close(found, row[1:], atol=1e-4, rtol=1e-4)
+    group.close()
+    sent = engine.publish_weights(target, WeightFormat(adapters=True))
+    assert isinstance(sent, WeightsInMemory)
+    with pytest.raises(ValueError, match=r"experts that are one tensor, .*Give sync\.lora: merged"):
+        write_received(str(tmp_path / "received"), [sent.tensors])
+
+
+def test_experts_refused(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lora\.dropout is 0\.1, .*experts\.gate_up_proj"):
+        make(model=MIXTRAL, lora={**EXPERTS, "dropout": 0.1})
+    folder = tmp_path / "adapter"
+    trained(make, 0, model=MIXTRAL, lora=EXPERTS).export_adapter(str(folder))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    kept = {name: each for name, each in tensors.items() if "0.mlp.experts.lora" not in name}
+    save_file(kept, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.0\.mlp\.experts, a tensor of its"):
+        make(model=MIXTRAL, lora={"path": str(folder)})
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"lora_A of the adapter has the shape .* another model"):
+        make(model={**MIXTRAL, "num_local_experts": 2}, lora={"path": str(folder)})
+
+
+def test_experts_two_ranks_equal_one() -> None:
+    fields = {"lora": EXPERTS}
+    (alone,) = run_ranks(run_cases, 1, [Case(1, "mixtral", {"packing": False, **fields})])
+    cases = [Case(2, "mixtral", fields)]
+    results = run_ranks(run_cases, 2, cases)
+    require_equal(cases[0], [each[0] for each in results], alone[0])
 
 
 def test_subclasses_with_own_forward_left_out() -> None:

@@ -18,6 +18,8 @@ from helmsman.engines._train.batching import (
     check_samples,
     group_samples,
     make_micro_batch,
+    pack,
+    pad,
 )
 
 
@@ -107,6 +109,13 @@ def test_make_micro_batch_integer_types(kind: type[np.integer[Any]]) -> None:
         ({"input_ids": [1, 2], "answer": "four"}, "'answer' .a str. is not numeric"),
         ({"input_ids": [1, 2], "loss_mask": 1}, "'loss_mask' is a scalar"),
         ({"input_ids": [1, 2], "advantages": 1.0}, "sample 1 has the entries"),
+        ({"input_ids": [1, 2], "top_ids": [1, 2]}, r"'top_ids' has .* \(2,\); expected \(2, k\)"),
+        (
+            {"input_ids": [1, 2], "top_ids": [[1]]},
+            r"'top_ids' has .* \(1, 1\); expected \(2, k",
+        ),
+        ({"input_ids": [1, 2], "top_ids": [[1], [50]]}, "'top_ids' has ids outside the vocabulary"),
+        ({"input_ids": [1, 2], "other": [[1], [2]]}, r"'other' has .* \(2, 1\); expected \(2,\)"),
     ],
 )
 def test_check_samples_malformed(sample: Any, message: str) -> None:
@@ -174,3 +183,24 @@ def test_group_samples_keeps_pairs(max_tokens: int) -> None:
 def test_group_samples_incomplete_pair() -> None:
     with pytest.raises(ValueError, match=r"pair 4 has 1 sample\(s\) \(0\)"):
         make_micro_batches([{"input_ids": [1], "pair": 4}], max_tokens=10, vocab_size=2)
+
+
+def test_check_samples_numbers_of_choices() -> None:
+    one, two = ({"input_ids": [1, 2], "top_ids": [[3] * k, [4] * k]} for k in (1, 2))
+    with pytest.raises(
+        ValueError, match="'top_ids' has 2 choices per token in sample 9, but 1 in sample 8"
+    ):
+        check_samples(SampleShare([one, two], [8, 9]), vocab_size=50)
+
+
+@pytest.mark.parametrize("layout", [pad, pack])
+def test_choices_go_before_their_tokens_and_back(layout: Any) -> None:
+    rows = layout([torch.arange(length) for length in (3, 1, 4)], 5)
+    column = torch.arange(1, 25).view(3, 4, 2)  # of three samples, padded to 4 tokens
+    moved = rows.to_predictions(column)
+    assert moved.shape == (*rows.input_ids.shape, 2)
+    # Token 1 of the first sample is predicted at its token 0.
+    assert moved[0, 0].tolist() == column[0, 1].tolist()
+    back = rows.per_prediction(moved)
+    kept = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]])[..., None]
+    assert torch.equal(back, column * kept)

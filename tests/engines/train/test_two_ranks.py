@@ -30,6 +30,9 @@ def sample(length: int) -> dict[str, Any]:
         "values": noise,
         "advantages": noise[length // 2],
         "loss_weights": 1.0 + noise[0],
+        "top_ids": [[token, (token + length) % 50] for token in random_tokens(length, seed=9)],
+        "top_logprobs": [[-0.6, -1.5 - each % 3] for each in range(length)],
+        "top_coef": 0.5,
     }
 
 

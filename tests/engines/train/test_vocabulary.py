@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
 from helmsman.engines._train import vocabulary
-from helmsman.engines._train.vocabulary import OutputLayer, token_statistics
+from helmsman.engines._train.vocabulary import OutputLayer, token_statistics, top_choices
 from tests.engines.ranks import run_ranks
 
 
@@ -95,16 +95,16 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(3, 5, 8, generator=random) * 3, torch.randn(3, 5, generator=random)
 
 
-def on_each_rank() -> tuple[Any, Any]:
+def on_each_rank() -> tuple[Any, ...]:
     join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)
     try:
-        return of_a_part(), of_a_part_of_the_layer()
+        return of_a_part(), of_a_part_of_the_layer(), choices_of_a_part()
     finally:
         leave_process_group()
 
 
 @pytest.fixture(scope="module")
-def parts() -> list[tuple[Any, Any]]:
+def parts() -> list[tuple[Any, ...]]:
     """Results of two vocabulary-parallel ranks, from logits and from an output layer."""
     return run_ranks(on_each_rank, 2)
 
@@ -117,12 +117,12 @@ def of_a_part() -> tuple[torch.Tensor, torch.Tensor]:
     return entropies.detach(), grad
 
 
-def test_distribution_entropies_vocabulary_parallel(parts: list[tuple[Any, Any]]) -> None:
+def test_distribution_entropies_vocabulary_parallel(parts: list[tuple[Any, ...]]) -> None:
     logits, weights = drawn()
     logits.requires_grad_()
     expected = distribution_entropies(logits)
     (grad,) = torch.autograd.grad((expected * weights).sum(), logits)
-    found = [of_logits for of_logits, _ in parts]
+    found = [of_logits for of_logits, *_ in parts]
     for entropies, _ in found:
         torch.testing.assert_close(entropies, expected.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
@@ -237,14 +237,81 @@ def drawn_layer() -> tuple[torch.Tensor, ...]:
     )
 
 
-def test_output_layer_vocabulary_parallel(parts: list[tuple[Any, Any]]) -> None:
+def test_output_layer_vocabulary_parallel(parts: list[tuple[Any, ...]]) -> None:
     hidden, weight, targets, grads = drawn_layer()
     whole = OutputLayer(weight.requires_grad_(), None, soft_cap)
     found = both(hidden.requires_grad_(), targets, layer=whole)
     slopes = torch.autograd.grad(found, [hidden, weight], list(grads))
-    of_layer = [each for _, each in parts]
+    of_layer = [each for _, each, _ in parts]
     for *statistics, hidden_slope, _ in of_layer:
         for one, other in zip((*statistics, hidden_slope), (*found, slopes[0]), strict=True):
             torch.testing.assert_close(one, other.detach(), atol=1e-5, rtol=1e-5)
     joined = torch.cat([weight_slope for *_, weight_slope in of_layer])
     torch.testing.assert_close(joined, slopes[1], atol=1e-5, rtol=1e-5)
+
+
+# --- several tokens of each distribution ----------------------------------------------------------
+
+
+def several() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hidden states, the layer's weight, three targets of each, and their gradients.
+
+    A target may occur twice.
+    """
+    hidden, weight, _, _ = drawn_layer()
+    random = torch.Generator().manual_seed(5)
+    targets = torch.randint(0, 8, (3, 5, 3), generator=random)
+    return hidden, weight, targets, torch.randn(3, 5, 3, generator=random)
+
+
+def choices_of_a_part() -> list[torch.Tensor]:
+    hidden, weight, targets, grads = several()
+    part = weight.chunk(2)[dist.get_rank()].clone().requires_grad_()
+    layer, group = OutputLayer(part, None, soft_cap), dist.group.WORLD
+    hidden.requires_grad_()
+    found = token_statistics(hidden, targets, layer=layer, group=group, chunk_numel=20).logprobs
+    slopes = torch.autograd.grad(found, [hidden, part], grads)
+    # More choices than a rank has ids, of ids of which the second rank has one.
+    ids, logprobs = top_choices(hidden, 5, 5, layer=layer, group=group, chunk_numel=20)
+    return [each.detach() for each in (found, *slopes, ids, logprobs)]
+
+
+def several_expected() -> list[torch.Tensor]:
+    hidden, weight, targets, grads = several()
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    every = soft_cap(torch.nn.functional.linear(*inputs)).log_softmax(-1)
+    found = every.gather(-1, targets)
+    best = every[..., :5].topk(5)
+    slopes = torch.autograd.grad(found, inputs, grads)
+    return [each.detach() for each in (found, *slopes, best.indices, best.values)]
+
+
+@pytest.mark.parametrize("chunk_numel", [1, 20, 1 << 24])
+def test_several_targets_and_top_choices_equal_plain_torch(chunk_numel: int) -> None:
+    hidden, weight, targets, grads = several()
+    layer = OutputLayer(weight.requires_grad_(), None, soft_cap)
+    hidden.requires_grad_()
+    found = token_statistics(hidden, targets, layer=layer, chunk_numel=chunk_numel).logprobs
+    slopes = torch.autograd.grad(found, [hidden, weight], grads)
+    choices = top_choices(hidden, 5, 5, layer=layer, chunk_numel=chunk_numel)
+    assert not choices.logprobs.requires_grad
+    for one, other in zip((found, *slopes, *choices), several_expected(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_several_targets_and_top_choices_vocabulary_parallel(parts: list[tuple[Any, ...]]) -> None:
+    found, hidden_slope, weight_slope, *choices = several_expected()
+    for *_, of_choices in parts:
+        own = (of_choices[0], of_choices[1], *of_choices[3:])
+        for one, other in zip(own, (found, hidden_slope, *choices), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    joined = torch.cat([of_choices[2] for *_, of_choices in parts])
+    torch.testing.assert_close(joined, weight_slope, atol=1e-5, rtol=1e-5)
+
+
+def test_top_choices_of_logits_leave_the_rest_its_share() -> None:
+    logits = torch.tensor([[3.0, 1.0, 2.0, 9.0]])
+    found = top_choices(logits, 2, 3)
+    assert found.ids.tolist() == [[0, 2]]
+    assert found.logprobs.exp().sum() < 0.01, "most of the probability is that of id 3"
+    assert logits.tolist() == [[3.0, 1.0, 2.0, 9.0]]

@@ -11,8 +11,8 @@ from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.api.weights import MemoryTarget, WeightFormat
 from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.train import FSDPTrainEngine
-from helmsman.recipes.reference import Reference
-from helmsman.recipes.teacher import Teacher
+from helmsman.recipes.reference import FrozenReference
+from helmsman.recipes.teacher import Teacher, TopTeacher
 from tests.engines.conftest import Make
 from tests.engines.small_models import LLAMA
 
@@ -23,8 +23,8 @@ PROMPTS = [[n, n + 1] for n in range(1, 17)]
 NUM_TOKENS, NUM_STEPS = 8, 60
 
 
-class Engine(Reference):
-    """The log-probabilities of an engine in this process."""
+class Engine(FrozenReference):
+    """An engine in this process in the place of its ranks."""
 
     def __init__(self, engine: FSDPTrainEngine) -> None:
         self._engine = engine
@@ -32,11 +32,14 @@ class Engine(Reference):
     def logprobs(self, tokens: Any) -> list[torch.Tensor]:
         return self._engine.forward(tokens)
 
+    def top_choices(self, tokens: Any, num_choices: int, num_ids: int) -> list[Any]:
+        return self._engine.forward_top(tokens, num_choices, num_ids)
+
 
 async def on_own_tokens(
-    student: FSDPTrainEngine, teacher: Teacher, loss: str
-) -> tuple[float, float]:
-    """Train on tokens that the student samples; returns the divergence at first and at last."""
+    student: FSDPTrainEngine, measure: Teacher, loss: str, teacher: Teacher | TopTeacher
+) -> list[float]:
+    """Train on tokens that the student samples; returns its sampled divergence before each step."""
     rollout = HFRolloutEngine(model=STUDENT, max_concurrency=128, max_model_len=16, dtype="float32")
     rollout.initialize()
     divergences = []
@@ -66,24 +69,34 @@ async def on_own_tokens(
                         "advantages": 0.0,
                     }
                 )
-        divergences.append(teacher.add_advantages(samples)["teacher/kl"])
+        divergences.append(measure.judge([{**each} for each in samples])["teacher/kl"])
+        teacher.judge(samples)
         student.train_batch(samples, loss)
     rollout.destroy()
-    return sum(divergences[:5]) / 5, sum(divergences[-5:]) / 5
+    return divergences
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 async def test_student_of_half_the_width(make: Make) -> None:
     """The teacher counts on; SFT on the student's own tokens teaches it nothing of that."""
     rows = [{"input_ids": list(range(n, n + 12))} for n in range(1, 33)]
     engines = []
-    for config, num_steps in ((LLAMA, 60), (STUDENT, 8), (STUDENT, 8)):
+    for config, num_steps in ((LLAMA, 60), *[(STUDENT, 8)] * 3):
         engine = make(model=config, lr=1e-2, seed=1)
         for _ in range(num_steps):
             engine.train_batch(rows, "sft")
         engines.append(engine)
-    counting, student, by_sft = engines
-    teacher = Teacher(Engine(counting), coef=1.0)
-    first, last = await on_own_tokens(student, teacher, "grpo")
+    counting, sampled, top, by_sft = engines
+    measure = Teacher(Engine(counting), coef=1.0)
+    found = await on_own_tokens(sampled, measure, "grpo", measure)
+    first, last = mean(found[:5]), mean(found[-5:])
     assert last < 0.65 * first, (first, last)
-    first, last = await on_own_tokens(by_sft, teacher, "sft")
-    assert last > 0.9 * first, (first, last)
+    choices = TopTeacher(Engine(counting), 1.0, 8, LLAMA["vocab_size"])
+    found = await on_own_tokens(top, measure, "grpo", choices)
+    # The divergence over the top 8 reaches in a third of the steps what sampled advantages reach.
+    assert mean(found[15:20]) < last, (found, last)
+    found = await on_own_tokens(by_sft, measure, "sft", measure)
+    assert mean(found[-5:]) > 0.9 * mean(found[:5]), found

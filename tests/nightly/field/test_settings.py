@@ -173,6 +173,7 @@ CHANGES: dict[str, tuple[str, list[str]]] = {
     "algorithm.loss": ("gspo", ["--train.minibatches", "2"]),
     "algorithm.teacher": ("DATA/model", []),
     "algorithm.teacher_coef": ("30", ["--algorithm.teacher", "DATA/model"]),
+    "algorithm.teacher_top_k": ("4", ["--algorithm.teacher", "DATA/model"]),
     "correction.mode": ("truncate", []),
     "correction.level": ("sequence", [*ROUNDED, "--correction.mode", "truncate"]),
     "correction.low": ("1.0", CUT),
