@@ -82,7 +82,17 @@ def is_adapter_in_files(names: Iterable[str]) -> bool:
 
 
 def rank_in_files(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the largest rank of an adapter by the shapes of its tensors in files."""
+    """Return the largest rank of an adapter for an instance by the shapes of its tensors in files.
+
+    Raises:
+        ValueError: It adapts experts that are one tensor, which instances do not take.
+    """
+    if of_experts := [place_of(name)[0] for name in shapes if f".{HOLDER}." in name]:
+        raise ValueError(
+            f"an adapter of experts that are one tensor, {adapted_tensor(of_experts[0])}, arrived "
+            "at an instance that takes adapters of layers; expected the whole model. "
+            "Give sync.lora: merged (WeightFormat.adapters False)"
+        )
     return max(shape[0] for name, shape in shapes.items() if place_of(name)[1] == PARTS[0])
 
 
@@ -90,7 +100,8 @@ def write_received(folder: str, buckets: Iterable[Mapping[str, torch.Tensor]]) -
     """Write an adapter that a trainer has sent, by names in files; its scale is 1.
 
     Raises:
-        ValueError: There is no folder, because the instance takes no adapters.
+        ValueError: There is no folder, because the instance takes no adapters; or it adapts experts
+            that are one tensor.
         OSError: The files cannot be written.
     """
     if not folder:
@@ -99,19 +110,14 @@ def write_received(folder: str, buckets: Iterable[Mapping[str, torch.Tensor]]) -
             "or it spans nodes. Set max_lora_rank to the adapter's rank or more, or send the whole "
             "model (WeightFormat.adapters False)"
         )
-    own = {
-        ".".join(place_of(name)): tensor.to("cpu", copy=True)  # a bucket's memory is used again
+    arrived = {
+        name: tensor.to("cpu", copy=True)  # a bucket's memory is used again
         for bucket in buckets
         for name, tensor in bucket.items()
     }
+    rank = rank_in_files({name: tensor.shape for name, tensor in arrived.items()})
+    own = {".".join(place_of(name)): tensor for name, tensor in arrived.items()}
     layers = dict.fromkeys(name.rpartition(".")[0] for name in own)
-    if of_experts := [each for each in layers if f".{HOLDER}." in each]:
-        raise ValueError(
-            f"an adapter of experts that are one tensor, {adapted_tensor(of_experts[0])}, arrived "
-            "at an instance of vLLM, which takes adapters of layers; expected the whole model. "
-            "Give sync.lora: merged (WeightFormat.adapters False)"
-        )
-    rank = max(len(each) for name, each in own.items() if name.endswith(PARTS[0]))
     write_adapter(folder, Adapter(rank=rank, alpha=rank, layers=tuple(layers)), own, base=None)
 
 
