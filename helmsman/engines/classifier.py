@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class ClassifierEngine(InferenceEngine):
         self._folder, self._dtype, self._max_len = model, dtype, max_model_len
         self._waiting: list[_Waiting] = []
         self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1)  # also one pass at a time where a caller is cancelled
 
     def initialize(self) -> None:
         """Read the model.
@@ -96,7 +98,8 @@ class ClassifierEngine(InferenceEngine):
             count += 1
         batch = self._waiting[:count]
         try:
-            rows = await asyncio.to_thread(self._logits, [ids for ids, _ in batch])
+            loop, texts = asyncio.get_running_loop(), [ids for ids, _ in batch]
+            rows = await loop.run_in_executor(self._thread, self._logits, texts)
         except Exception as error:  # noqa: BLE001 - models raise any error, for these texts alone
             for _, future in batch:
                 future.set_exception(error)
@@ -136,5 +139,6 @@ class ClassifierEngine(InferenceEngine):
 
     def destroy(self) -> None:
         """Release the model. Idempotent."""
+        self._thread.shutdown()
         self._model = None
         current_platform.empty_cache()

@@ -438,7 +438,7 @@ class ServerEngine(InferenceEngine):
     async def _unload(self, name: str) -> None:
         try:
             await self._send([self._dialect.unload_adapter(name)])
-        except ServerRequestError as error:
+        except (ServerRequestError, TimeoutError) as error:
             log.warning("the adapter %s may stay in the memory of the server: %s", name, error)
         shutil.rmtree(os.path.join(self._exchange, name), ignore_errors=True)
 

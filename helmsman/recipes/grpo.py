@@ -102,7 +102,7 @@ class GRPOLoop:
                 self.critic.add_advantages(samples, groups)
         if self.teacher is not None:
             with clock.phase("teacher"):
-                metrics |= self.teacher.judge(samples)
+                metrics |= self.teacher.teach(samples)
 
         # Train, by an optimizer step for each minibatch.
         trainer.set_lr(learning_rate(settings, step))

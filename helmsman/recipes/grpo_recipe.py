@@ -175,6 +175,15 @@ class GRPO(Recipe[GRPOSettings]):
             text += f"\nrollouts: those of {rollout.recorded}; without instances and evaluations"
         return text
 
+    def models(self) -> dict[str, str]:
+        """Return the folders of models that the run reads, by their settings."""
+        judges = {f"rewards[{i}].judge": r.judge or "" for i, r in enumerate(self.settings.rewards)}
+        return {
+            **super().models(),
+            "algorithm.teacher": self.settings.algorithm.teacher,
+            **judges,
+        }
+
     def jobs(self) -> list[Job]:
         """Return the jobs of trainer, rollout, reference (with a KL term), critic and judges."""
         return make_jobs(self.settings)

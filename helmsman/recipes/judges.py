@@ -21,7 +21,7 @@ from helmsman.recipes.prompts import Row
 from helmsman.recipes.rewards import GIVEN, Caller, make_caller
 from helmsman.recipes.roles import ENGINES, make_rollout
 from helmsman.recipes.settings import Data, GRPOSettings, Reward, Train, name_of
-from helmsman.recipes.tokens import ChatTokenizer, FolderTokenizer
+from helmsman.recipes.tokens import ChatTokenizer, FolderTokenizer, model_limits
 
 _CLASSIFIER = "helmsman.engines.classifier.ClassifierEngine"
 _CLASSIFIES = "ForSequenceClassification"
@@ -165,6 +165,7 @@ class Judge:
             ValueError: The template cannot be filled in, or a prompt of tokens has no messages.
         """
         given = {**dict.fromkeys(GIVEN, ""), "completion": "x", "row": row.entry}
+        given |= {"num_tokens": 1, "is_truncated": False, "token_ids": [0], "source": row.source}
         given |= {"answer": row.answer, "prompt": row.prompt, "chat": row.asked}
         try:
             if self._template is not None:
@@ -204,7 +205,7 @@ class Judge:
         """Return the maximum tokens of a text, with those that follow it."""
         if self.is_classifier:
             longest: int = min(self.tokenizer.tokenizer.model_max_length, 1 << 30)
-            return 1 + min(longest, self._chat.max_positions if self._chat else longest)
+            return 1 + min(longest, model_limits(self._folder)[1])
         assert self._chat is not None
         longest = len(self._chat.encode(self._longest)[1])
         # Its tokenizer may write an answer of the policy in more tokens.
@@ -287,7 +288,7 @@ class JudgeReward:
         ids = self._judge.encode(given)
         key = hashlib.sha256(repr(ids).encode()).digest()
         asked = self._asked.get(key)
-        if asked is None or (asked.done() and asked.exception()):
+        if asked is None or (asked.done() and (asked.cancelled() or asked.exception())):
             for old in [*self._asked][: max(0, len(self._asked) - _MOST_KEPT + 1)]:
                 self._asked.pop(old, None)
             asked = self._asked[key] = self._judge.rollout.submit(ids, self._sampling)

@@ -211,6 +211,10 @@ class Recipe(abc.ABC, Generic[S]):
             f"{longest} tokens; end-of-turn token: {end}"
         )
 
+    def models(self) -> dict[str, str]:
+        """Return the folders of models that the run reads, by their settings."""
+        return {"model": self.settings.model}
+
     def _prepare(self, out: Path) -> None:
         """Clear the folder, or check that the run in it can be resumed; then write the settings."""
         path = out / "settings.json"
@@ -218,11 +222,12 @@ class Recipe(abc.ABC, Generic[S]):
             self._require_resumable(out, path)
             self.check()
         else:
-            if Path(self.settings.model).resolve().is_relative_to(out.resolve()):
-                raise ValueError(
-                    f"model {self.settings.model} is inside the output folder {out}, which a new "
-                    "run replaces. Give another --out."
-                )
+            for name, folder in self.models().items():
+                if folder and Path(folder).resolve().is_relative_to(out.resolve()):
+                    raise ValueError(
+                        f"{name} {folder} is inside the output folder {out}, which a new run "
+                        "replaces. Give another --out."
+                    )
             if path.exists() and not self.overwrite:
                 raise FileExistsError(
                     f"the output folder {out} has an earlier run ({_progress(out)}), expected an "

@@ -22,12 +22,14 @@ from helmsman.recipes.files import write_atomically
 from helmsman.recipes.prompts import Draws, DrawState
 from helmsman.recipes.samples import texts_of
 from helmsman.recipes.scorer import Scored
-from helmsman.recipes.settings import GRPOSettings
+from helmsman.recipes.settings import GRPOSettings, Reward
 from helmsman.recipes.tokens import FolderTokenizer
 
 FOLDER = "rollouts"
 """Folder of the output folder with the parts."""
 _PART = re.compile(r"step-(\d{6,})\.parquet")
+_COSTS = ("timeout_s", "processes", "on_cluster", "instances", "devices")
+"""Settings of rewards that do not change their values."""
 _FACTS = b"helmsman"
 """Key of a file's metadata that has the facts about a part."""
 
@@ -255,8 +257,19 @@ class RolloutFiles:
             "prompts_per_step": settings.prompts_per_step,
             "samples_per_prompt": settings.samples_per_prompt,
             "algorithm.dynamic_sampling": settings.algorithm.dynamic_sampling,
-            "rewards": [[each.use, each.name, each.weight, each.args] for each in settings.rewards],
+            "rewards": [_value_of(each) for each in settings.rewards],
         }
+
+
+def _value_of(reward: Reward) -> dict[str, Any]:
+    """Return the settings that are given, and on which the values of a reward depend, as JSON."""
+    given = {
+        name: value
+        for name, value in msgspec.to_builtins(reward, enc_hook=repr).items()
+        if name not in _COSTS and value != getattr(Reward(), name)
+    }
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
+    return found
 
 
 class NoAnswers(Answers):

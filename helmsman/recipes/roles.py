@@ -220,17 +220,30 @@ def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
 
 def sends_adapters(settings: GRPOSettings) -> bool:
     """Return whether adapters are trained, and sent alone."""
-    way = settings.sync.lora
-    takes = settings.rollout.engine in ENGINES and not settings.cluster.rollout_spans_nodes
+    way, engine = settings.sync.lora, settings.rollout.engine
+    takes = engine in ENGINES and not settings.cluster.rollout_spans_nodes
+    takes = takes and (engine == "hf" or not adapts_experts(settings.train.lora or {}))
     takes = way == "adapter" or (way == "auto" and takes)
     return settings.train.lora is not None and takes
+
+
+def adapts_experts(lora: Mapping[str, Any]) -> bool:
+    """Return whether ``train.engine.lora`` adapts experts that are one tensor."""
+    if lora.get("path"):
+        return bool(_read_adapter(lora["path"]).get("target_parameters"))
+    return "experts" in str(lora.get("targets", ""))
+
+
+def _read_adapter(folder: str) -> dict[str, Any]:
+    path = Path(folder) / "adapter_config.json"
+    entries: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+    return entries
 
 
 def adapter_rank(lora: Mapping[str, Any]) -> int:
     """Return the rank of ``train.engine.lora``, which may come from a folder."""
     if lora.get("path"):
-        entries = msgspec.json.decode((Path(lora["path"]) / "adapter_config.json").read_bytes())
-        return int(entries["r"])
+        return int(_read_adapter(lora["path"])["r"])
     return int(lora.get("rank", 16))
 
 

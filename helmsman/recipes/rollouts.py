@@ -66,7 +66,9 @@ def _show(options: argparse.Namespace) -> int:
         )
     low, high = options.min_reward, options.max_reward
     searches = options.grep or (low, high) != (-math.inf, math.inf)
-    chosen = options.step or (parts if searches else [max(parts)])
+    chosen = options.step
+    if chosen is None:
+        chosen = parts if searches else [max(parts)]
     for row in (row for at in parts if at in chosen for row in read_part(parts[at], _SHOWN)[1]):
         texts = row["prompt"], row["completion"]
         if low <= row["total"] <= high and any(map(options.pattern.search, texts)):

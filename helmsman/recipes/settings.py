@@ -279,7 +279,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     accelerators this has no effect."""
     engine: str | None = None
     """Engine of a language model as judge, one of those of ``rollout.engine``; its value when null,
-    or ``hf`` on CPUs."""
+    or ``hf`` on CPUs. ``rollout.engine_args`` are not its own."""
     engine_args: dict[str, Any] = {}
     """Other arguments of the judge's engine."""
     name: str | None = None
@@ -292,7 +292,8 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
     timeout_s: Seconds = 30.0
     """Time limit in seconds for one answer, or for all answers to a prompt if the function takes
-    batches. A judge has it from the moment at which one of its instances is free.
+    batches. A judge has it for a text from the moment at which it is sent to an instance, which
+    holds up to ``rollout.max_in_flight``.
     """
     on_failure: Literal["drop", "raise", "value"] = "drop"
     """Treatment of an answer for which the reward raises, times out or returns no number.
@@ -563,7 +564,8 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def num_instances(self) -> int:
         """Number of rollout instances and of instances of judges."""
-        return self.cluster.rollout_instances + sum(each.instances for each in self.judges)
+        judges = [each for each in self.rewards if each.judge]  # the same for recorded answers
+        return self.cluster.rollout_instances + sum(each.instances for each in judges)
 
     @property
     def num_judge_devices(self) -> int:

@@ -46,7 +46,7 @@ def train(
                         samples = samples_of(part)
                         if teacher is not None:
                             with clock.phase("teacher"):
-                                teacher.judge(samples)
+                                teacher.teach(samples)
                         with clock.phase("train"):
                             stats.append(trainer.train_batch(samples, *loss))
                         num_tokens += sum(len(sample["input_ids"]) for sample in samples)
@@ -109,6 +109,10 @@ class SFT(Recipe[SFTSettings]):
                 settings.teacher, settings.model, settings.teacher_top_k, "teacher"
             )
         return dataset
+
+    def models(self) -> dict[str, str]:
+        """Return the folders of models that the run reads, by their settings."""
+        return {**super().models(), "teacher": self.settings.teacher}
 
     def jobs(self) -> list[Job]:
         """Return the jobs of the trainer and, with one, the teacher."""

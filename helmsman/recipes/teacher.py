@@ -28,7 +28,7 @@ class Teacher:
     def __init__(self, model: Reference, coef: float) -> None:
         self._model, self._coef = model, coef
 
-    def judge(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    def teach(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Add coef * (log teacher - log policy) to the advantages of sampled tokens.
 
         Args:
@@ -68,7 +68,7 @@ class TopTeacher:
         self._model, self._coef = model, coef
         self._num_choices, self._num_ids = num_choices, num_ids
 
-    def judge(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    def teach(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Add ``top_ids`` and ``top_logprobs`` (T, k) and ``top_coef``; returns no metrics."""
         tokens = [{"input_ids": sample["input_ids"]} for sample in samples]
         found = self._model.top_choices(tokens, self._num_choices, self._num_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from helmsman import (
 from helmsman.api.errors import WorkerFailedError
 from helmsman.recipes.files import append_line
 from helmsman.recipes.settings import Check
+
+log = logging.getLogger(__name__)
 
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +113,7 @@ class WeightCheck:
                 weight version.
         """
         if not answers:
+            log.warning("no instance answered the check of the weights of step %d", step)
             return {}
         version = trainer.get_version()
         asked = [

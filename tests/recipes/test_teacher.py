@@ -40,7 +40,7 @@ def test_gain_of_each_sampled_token() -> None:
             "advantages": [0.0, 1.0],
         },
     ]
-    found = Teacher(Fixed(), coef=2.0).judge(samples)
+    found = Teacher(Fixed(), coef=2.0).teach(samples)
     assert samples[0]["advantages"] == [2.0, 2.0 + 2 * (-0.5 + 1.0), 2.0 + 2 * (-1.0 + 3.0)]
     assert samples[1]["advantages"] == [0.0, 1.0 + 2 * (-0.5 + 0.25)]
     assert found == {"teacher/kl": pytest.approx((-0.5 - 2.0 + 0.25) / 3)}

@@ -23,6 +23,7 @@ PARTS = ("lora_A", "lora_B")
 HOLDER = "lora"
 """Child of a module of experts, with the adapters of its tensors by their names."""
 _ALL = "all-linear"
+_EXPERTS = "experts"
 _ALIKE = ("FalconLinear",)
 """Subclasses of nn.Linear whose ``forward`` computes W x + b, too."""
 
@@ -167,7 +168,8 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
     """Return the places of the layers that are meant, by PEFT's rules.
 
     A list has whole names or their ends; a text is a regular expression of whole names, or
-    ``all-linear``, every linear layer but the output layer. Tensors of experts are meant by name.
+    ``all-linear``, every linear layer but the output layer. Tensors of experts are meant by targets
+    with ``experts`` in them alone, since PEFT's targets mean layers.
 
     Raises:
         ValueError: Nothing is meant, or a target is no linear layer, or the output layer.
@@ -182,7 +184,9 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
     if targets == _ALL:
         return tuple(linears)
     places = {name: name for name in linears}
-    places |= {adapted_tensor(place): place for place in experts_of(model)}
+    each_target = [targets] if isinstance(targets, str) else targets
+    if any(_EXPERTS in target for target in each_target):
+        places |= {adapted_tensor(place): place for place in experts_of(model)}
     if isinstance(targets, str):
         chosen = [place for name, place in places.items() if re.fullmatch(targets, name)]
         if not chosen:
@@ -197,8 +201,11 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
                 f"lora.targets has {target!r}, but {type(model).__name__} has no linear layer of "
                 f"this name besides the output layer; {did_you_mean(target, _ends(places))}"
             )
-    chosen = [name for name in places if any(_is_meant(name, each) for each in targets)]
-    return tuple(places[name] for name in chosen)
+    return tuple(
+        place
+        for name, place in places.items()
+        if any(_is_meant(name, each) and (name == place or _EXPERTS in each) for each in targets)
+    )
 
 
 def _is_meant(name: str, target: str) -> bool:

@@ -42,9 +42,8 @@ class TrainedAdapters:
         else:
             requests.keep_versions()
         self.newest, requests.version = adapter, version
-        loaded = [*self._loaded, *([] if adapter is None else [adapter])]
+        self._loaded += [] if adapter is None else [adapter]
         used = {id(adapter), *(id(each.adapter) for each in requests.generations.values())}
-        self._loaded = [each for each in loaded if id(each) in used]
-        for old in loaded:
-            if id(old) not in used:
-                await self._unload(old)
+        for old in [each for each in self._loaded if id(each) not in used]:
+            self._loaded = [each for each in self._loaded if each is not old]
+            await self._unload(old)

@@ -224,7 +224,7 @@ def test_targets_by_name_and_expression(make: Make) -> None:
         make(model=LLAMA, lora=LORA, frozen=True)
 
 
-EXPERTS = {**LORA, "targets": ["gate_up_proj", "experts.down_proj", "q_proj"]}
+EXPERTS = {**LORA, "targets": ["experts.gate_up_proj", "experts.down_proj", "q_proj"]}
 GPT_OSS: dict[str, Any] = {
     **QWEN3_MOE,
     "model_type": "gpt_oss",

@@ -70,7 +70,7 @@ async def on_own_tokens(
                     }
                 )
         divergences.append(measure.judge([{**each} for each in samples])["teacher/kl"])
-        teacher.judge(samples)
+        teacher.teach(samples)
         student.train_batch(samples, loss)
     rollout.destroy()
     return divergences

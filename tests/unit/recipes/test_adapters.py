@@ -53,6 +53,16 @@ def test_sends_adapters_where_the_engine_takes_them(engine: str, way: str, sends
     assert sends_adapters(settings_of(engine, way, rank=4)) is sends
 
 
+@pytest.mark.parametrize(("engine", "sends"), [("vllm", False), ("server", False), ("hf", True)])
+def test_sends_adapters_of_experts_to_hf_alone(engine: str, sends: bool, tmp_path: Path) -> None:
+    named = ["q_proj", "experts.down_proj"]
+    assert sends_adapters(settings_of(engine, rank=4, targets=named)) is sends
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "target_parameters": ["a.b"]}')
+    assert sends_adapters(settings_of(engine, path=str(tmp_path))) is sends
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "target_parameters": null}')
+    assert sends_adapters(settings_of(engine, path=str(tmp_path)))
+
+
 @pytest.mark.parametrize("engine", ["vllm", "server"])
 def test_engine_gets_rank_and_number(engine: str, tmp_path: Path) -> None:
     arguments = engine_arguments(settings_of(engine, rank=20))

@@ -141,7 +141,12 @@ def test_recording_begin_drops_later_steps(tmp_path: Path) -> None:
         (
             [("rewards", '[{"use": "exact", "weight": 2}]')],
             {},
-            r"rewards is \[\['exact', None, 1.0, {}\]\], expected \[\['exact', None, 2.0, {}\]\]",
+            r"rewards is \[{'use': 'exact'}\], expected \[{'use': 'exact', 'weight': 2.0}\]",
+        ),
+        (
+            [("rewards", '[{"judge": "models/a", "prompt": "{{ completion }}"}]')],
+            {},
+            r"expected \[{'judge': 'models/a', 'prompt': '{{ completion }}'}\], as in this run",
         ),
         (
             [],
