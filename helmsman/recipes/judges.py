@@ -164,7 +164,7 @@ class Judge:
         Raises:
             ValueError: The template cannot be filled in, or a prompt of tokens has no messages.
         """
-        given = {**dict.fromkeys(GIVEN, ""), "completion": "x", "row": row.entry}
+        given: dict[str, Any] = {**dict.fromkeys(GIVEN, ""), "completion": "x", "row": row.entry}
         given |= {"num_tokens": 1, "is_truncated": False, "token_ids": [0], "source": row.source}
         given |= {"answer": row.answer, "prompt": row.prompt, "chat": row.asked}
         try:

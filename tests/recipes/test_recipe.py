@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import urllib.request
 from pathlib import Path
@@ -63,6 +64,12 @@ def test_grpo_rows_and_functions(
         inline(model, out, resume=True, data=["1+1="]).train()
     inline(model, out, overwrite=True).train()
     assert steps() == [0, 1, 2]
+    shutil.copytree(model, out / "model", dirs_exist_ok=True)
+    teacher = {"teacher": str(out / "model")}
+    message = "algorithm.teacher .*/model is inside the output folder .*, which a new run replaces"
+    with pytest.raises(ValueError, match=message):
+        inline(model, out, overwrite=True, algorithm=teacher).train()
+    assert (out / "model").exists()
 
 
 def test_grpo_plan_shows_arithmetic(model: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ async def on_own_tokens(
                         "advantages": 0.0,
                     }
                 )
-        divergences.append(measure.judge([{**each} for each in samples])["teacher/kl"])
+        divergences.append(measure.teach([{**each} for each in samples])["teacher/kl"])
         teacher.teach(samples)
         student.train_batch(samples, loss)
     rollout.destroy()
