@@ -184,22 +184,23 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
     if targets == _ALL:
         return tuple(linears)
     places = {name: name for name in linears}
-    each_target = [targets] if isinstance(targets, str) else targets
-    if any(_EXPERTS in target for target in each_target):
-        places |= {adapted_tensor(place): place for place in experts_of(model)}
+    experts = {adapted_tensor(place): place for place in experts_of(model)}
+    known = [*_ends(linears), *(f"{_EXPERTS}.{end}" for end in _ends(experts))]
+    if any(_EXPERTS in each for each in ([targets] if isinstance(targets, str) else targets)):
+        places |= experts
     if isinstance(targets, str):
         chosen = [place for name, place in places.items() if re.fullmatch(targets, name)]
         if not chosen:
             raise ValueError(
                 f"lora.targets is {targets!r}, which matches no linear layer of "
-                f"{type(model).__name__}; {did_you_mean(targets, [_ALL, *_ends(places)])}"
+                f"{type(model).__name__}; {did_you_mean(targets, [_ALL, *known])}"
             )
         return tuple(chosen)
     for target in targets:
         if not any(_is_meant(name, target) for name in places):
             raise ValueError(
                 f"lora.targets has {target!r}, but {type(model).__name__} has no linear layer of "
-                f"this name besides the output layer; {did_you_mean(target, _ends(places))}"
+                f"this name besides the output layer; {did_you_mean(target, known)}"
             )
     return tuple(
         place

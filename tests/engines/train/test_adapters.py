@@ -218,6 +218,8 @@ def test_targets_by_name_and_expression(make: Make) -> None:
         layers("transformer.*")
     with pytest.raises(ValueError, match="lora.targets has 'lm_head'.*besides the output layer"):
         layers(["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="'gate_up_proj'.*did you mean 'experts.gate_up_proj'"):
+        make(model=MIXTRAL, lora={**LORA, "targets": ["gate_up_proj"]})
     with pytest.raises(ValueError, match="GPT2LMHeadModel has 0 linear layers that can have"):
         make(model=GPT2, lora=LORA)
     with pytest.raises(ValueError, match="a frozen engine trains no adapters"):
