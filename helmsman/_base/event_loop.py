@@ -30,13 +30,12 @@ LOOP_THREAD = "helmsman-loop"
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
-_loop_pid = 0
 
 
 def _after_fork() -> None:
-    """Replace the lock in a forked child; a thread of the parent may have held it."""
-    global _lock
-    _lock = threading.Lock()
+    """Forget the parent's loop in a forked child, and its lock, which a thread may have held."""
+    global _lock, _loop
+    _lock, _loop = threading.Lock(), None
     threads_awaited.clear()
 
 
@@ -49,14 +48,13 @@ def background_loop() -> asyncio.AbstractEventLoop:
 
     A forked child starts its own, since threads do not survive a fork.
     """
-    global _loop, _loop_pid
-    if (loop := _loop) is not None and _loop_pid == os.getpid():
+    global _loop
+    if (loop := _loop) is not None:
         # Without the lock: the thread that a signal handler has interrupted may hold it.
         return loop
     with _lock:
-        if _loop is None or _loop_pid != os.getpid():
-            loop, _ = start_loop(LOOP_THREAD)
-            _loop_pid, _loop = os.getpid(), loop
+        if _loop is None:
+            _loop, _ = start_loop(LOOP_THREAD)
         return _loop
 
 
@@ -164,7 +162,8 @@ def forbid_blocking() -> None:
             "raise an exception in the "
             "handler instead, or make the call in a thread, without waiting for it"
         )
-    if _running_loop() is background_loop():
+    running = asyncio._get_running_loop()
+    if running is not None and running is background_loop():
         raise RuntimeError(
             "a blocking Helmsman call was made from a coroutine or callback on Helmsman's own "
             "event loop, which would wait for "
@@ -179,7 +178,7 @@ async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
     if getattr(_caller, "blocks", False):
         return run_sync(coroutine)
     loop = background_loop()
-    if _running_loop() is loop:
+    if asyncio._get_running_loop() is loop:
         return await coroutine
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
@@ -226,13 +225,6 @@ async def await_all(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 class Deadline:

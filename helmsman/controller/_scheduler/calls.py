@@ -233,19 +233,20 @@ class CallService:
     def _packed(
         self, client: WorkerClient, worker_id: str, method: str, engine_name: str | None, call: Call
     ) -> Outgoing:
-        meta = dict(call.rpc_meta or {})
-        keeps, discards = bool(meta.pop("keep", False)), bool(meta.pop("discard", False))
-        broadcast = meta.pop("broadcast", None)
-        more = meta.pop("kwargs", {})
-        if meta:
-            raise TypeError(
-                f"unknown rpc_meta {sorted(map(str, meta))}; it takes 'broadcast', 'discard', "
-                "'keep' and 'kwargs'"
-            )
+        keeps, discards, broadcast, kwargs = False, False, None, call.kwargs
+        if call.rpc_meta:
+            meta = dict(call.rpc_meta)
+            keeps, discards = bool(meta.pop("keep", False)), bool(meta.pop("discard", False))
+            broadcast = meta.pop("broadcast", None)
+            kwargs = {**kwargs, **meta.pop("kwargs", {})}
+            if meta:
+                raise TypeError(
+                    f"unknown rpc_meta {sorted(map(str, meta))}; it takes 'broadcast', "
+                    "'discard', 'keep' and 'kwargs'"
+                )
         name = engine_name or worker_id
         payload = call.payload
         if payload is None:
-            kwargs = {**call.kwargs, **more} if more else call.kwargs
             payload = encode_arguments(worker_id, name, method, (call.args, kwargs))
         if payload.handles:
             self._values.require(payload.handles)

@@ -68,7 +68,9 @@ def _set_rank_info(engine: Any, rank_info: RankInfo) -> None:
 
 def is_pending(result: Any) -> bool:
     """Return whether a method returned a future or another awaitable, in place of its value."""
-    return isinstance(result, concurrent.futures.Future) or inspect.isawaitable(result)
+    return result is not None and (
+        isinstance(result, concurrent.futures.Future) or inspect.isawaitable(result)
+    )
 
 
 async def settled(result: Any) -> Any:

@@ -94,7 +94,7 @@ class EngineRegistry:
         method, reason = None, ""
         if request.method.startswith("_"):
             reason = "it is private"
-        elif isinstance(inspect.getattr_static(type(engine), request.method, None), _PROPERTIES):
+        elif isinstance(_in_class(type(engine), request.method), _PROPERTIES):
             # Its code must not run on this thread, which answers health requests.
             reason = "it is a property"
         else:
@@ -156,6 +156,11 @@ class EngineRegistry:
                 problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
             self._say("engine %s is destroyed", name)
         return problems, unfinished
+
+
+def _in_class(engine_type: type, name: str) -> object:
+    """Return an attribute of a class without running code; inspect.getattr_static is slow."""
+    return next((vars(each)[name] for each in engine_type.__mro__ if name in vars(each)), None)
 
 
 async def _await_then(awaitable: Any, done: threading.Event) -> None:

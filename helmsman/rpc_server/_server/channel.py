@@ -237,7 +237,8 @@ class ChannelServer(AuthenticatedServer):
                 connection.send(WELCOME.pack(-1))
                 return
             peer.replace(connection, attempt, num_received)
-            while self._serve_request(peer, connection):
+            reply = functools.partial(self._reply, peer)
+            while self._serve_request(peer, connection, reply):
                 pass
         except (EOFError, OSError):
             return
@@ -248,10 +249,9 @@ class ChannelServer(AuthenticatedServer):
                 f"helmsman: closed a connection that broke the protocol: {error}", file=sys.stderr
             )
 
-    def _serve_request(self, peer: _Peer, connection: Connection) -> bool:
+    def _serve_request(self, peer: _Peer, connection: Connection, reply: ReplyFn) -> bool:
         """Serve the next message; False if another connection has replaced this one."""
         message = connection.receive()
-        reply = functools.partial(self._reply, peer)
         with peer.receiving:
             if not peer.uses(connection):
                 return False  # the other connection delivers the message again

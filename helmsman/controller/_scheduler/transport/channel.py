@@ -28,6 +28,7 @@ from helmsman._wire.segments import ShmSegment
 from helmsman._wire.session import HELLO, WELCOME, Session
 from helmsman._wire.stream import WOULD_BLOCK, Stream
 from helmsman._wire.wire import (
+    INLINE_BYTES,
     LENGTH_BYTES,
     FrameReader,
     Outgoing,
@@ -54,9 +55,14 @@ RECONNECT_S = 30.0
 _EXIT_S = 1.0
 """Longest wait for a killed process to exit. Its forked children may hold the connection longer."""
 _RECONNECT_PAUSE_S = 0.05
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
+"""malloc maps a larger buffer by a system call for each read, which costs as much as the read."""
 _IN_THREAD_BYTES = 1 << 20
 """From this size on, arguments are packed and the pages of a result mapped off the event loop."""
+_PACKED_HERE_BYTES = 1 << 21
+"""Below this size, a thread other than the event loop's packs its arguments itself: handing them
+over costs more.
+"""
 
 
 @functools.cache
@@ -315,18 +321,29 @@ class Channel(Transport):
             # A signal handler or finalizer has interrupted this method in the same thread.
             self._loop.call_soon_threadsafe(self._post_here, outgoing, awaited)
             return
+        most = INLINE_BYTES if asyncio._get_running_loop() is self._loop else _PACKED_HERE_BYTES
         try:
             threads_awaited.add(thread)
             with self._writing:
                 if (
-                    outgoing.is_small
+                    outgoing.num_bytes < most
                     and not (outgoing.in_order and self._to_pack)
                     and (
-                        not outgoing.payload.handles
+                        (outgoing.is_small and not outgoing.payload.handles)
                         or can_carry(outgoing.payload, shares_memory=self.shares_memory)
                     )
                 ):
-                    self._write(outgoing, outgoing.body(), awaited)
+                    if outgoing.is_small:
+                        self._write(outgoing, outgoing.body(), awaited)
+                        return
+                    try:
+                        body, segment = outgoing.packed(shares_memory=self.shares_memory)
+                    except OSError as error:
+                        if error.errno is None:  # raised by a signal handler
+                            raise
+                        self._loop.call_soon_threadsafe(awaited.failed, error)
+                    else:
+                        self._write(outgoing, body, awaited, segment)
                     return
                 if outgoing.in_order:
                     self._to_pack.add(outgoing.request.id)

@@ -6,11 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from helmsman._base.event_loop import run_sync, submit
@@ -111,3 +113,34 @@ def test_timeout_just_after_death(engine: Engine, gate: Gate) -> None:
     with pytest.raises(errors.WorkerFailedError) as caught:
         future.result(timeout=LIMIT_S)
     assert (caught.value.method, caught.value.running) == ("wait", f"{engine.worker_id}.wait")
+
+
+@pytest.mark.parametrize("num_items", [1 << 15, 1 << 18])
+def test_arguments_without_descriptors(engine: Engine, num_items: int) -> None:
+    """Arguments for which the script lacks a descriptor fail their own call alone."""
+    value, limits = numpy.ones(num_items), resource.getrlimit(resource.RLIMIT_NOFILE)
+    spares.drop()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            engine.call("total", value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not _client(engine).in_flight
+    assert engine.call("total", value) == num_items
+
+
+def test_arguments_of_all_sizes_arrive_in_order(engine: Engine) -> None:
+    """Neither the script's thread nor the event loop overtakes the one that packs more bytes."""
+    sizes = [1 << 23, 1 << 17, 8, 1 << 20, 1 << 22, 1 << 16] * 5
+
+    async def calls() -> None:
+        await asyncio.gather(
+            *(
+                engine.acall("note_number", index, numpy.zeros(size, numpy.uint8))
+                for index, size in enumerate(sizes)
+            )
+        )
+
+    asyncio.run(calls())
+    assert engine.call("numbers") == list(range(len(sizes)))
