@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.engines import InferenceEngine
+from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import Weights
@@ -51,7 +52,7 @@ class HFRolloutEngine(InferenceEngine):
         self._loop: DecodeLoop | None = None
         self._vocab_size = 0
         self._max_len, self._limit = self.config.max_model_len, "max_model_len"
-        self._destroyed = False
+        self._destroyed = self._is_beside = False
 
     def initialize(self) -> None:
         """Build the model on this instance's device and start decoding; the weights are version 0.
@@ -61,6 +62,8 @@ class HFRolloutEngine(InferenceEngine):
                 this engine cannot decode.
             RuntimeError: The engine is running or was destroyed.
         """
+        if self._is_beside:
+            return
         if self._loop is not None or self._destroyed:
             raise RuntimeError(
                 "initialize() was called on a rollout engine that is running or destroyed; make a "
@@ -73,6 +76,25 @@ class HFRolloutEngine(InferenceEngine):
         model = build_model(
             self.config.model, seed=self.config.seed, dtype=resolve_dtype(self.config.dtype)
         ).to(device)
+        self._start(model)
+
+    def beside(self) -> HFRolloutEngine:
+        """Return the engine of another policy, which has the same parameters and a cache of its own.
+
+        Raises:
+            EngineDeadError: This engine is not running.
+            ValueError: The engine is asleep, or a whole model has replaced the one it was built
+                with.
+            torch.OutOfMemoryError: The device has too little free memory for another cache.
+        """
+        if self._loop is None:
+            raise EngineDeadError(engine=type(self).__name__, reason="it is not running")
+        other = HFRolloutEngine(self.config)
+        other._start(*self._loop.share().result())
+        other._is_beside = True
+        return other
+
+    def _start(self, model: Any, sharing: Any = None) -> None:
         positions = max_positions(model.config)
         if positions is not None and positions < self._max_len:
             logger.warning(
@@ -82,7 +104,7 @@ class HFRolloutEngine(InferenceEngine):
             )
             self._max_len, self._limit = positions, "max_position_embeddings of the model"
         batch = DecodeBatch(
-            model, num_slots=self.config.max_concurrency, max_len=self._max_len, device=device
+            model, num_slots=self.config.max_concurrency, max_len=self._max_len, device=model.device
         )
         self._vocab_size = batch.vocab_size
         self._loop = DecodeLoop(
@@ -91,6 +113,7 @@ class HFRolloutEngine(InferenceEngine):
             max_len=self._max_len,
             max_prefill_tokens=self.config.max_prefill_tokens,
             version=0,
+            sharing=sharing,
         )
 
     def _running(self) -> DecodeLoop:

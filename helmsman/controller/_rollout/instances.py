@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from helmsman._base.event_loop import run_sync
 from helmsman.api.errors import (
     EngineCallError,
     EngineDeadError,
+    EngineExistsError,
     HelmsmanError,
     InstanceLostError,
     InvalidSpecError,
@@ -28,6 +30,10 @@ from helmsman.controller._rollout.health import Health, HealthEvent, Supervision
 from helmsman.controller._rollout.request import Instance, InstanceStats, RolloutStats
 from helmsman.controller._rollout.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._rollout.supervisor import Supervisor
+from helmsman.controller._scheduler.driver_log import story
+
+_LOOK_EVERY_S = 0.25
+"""Time between attempts to build an engine in a worker that another role restarts."""
 
 
 class Nap:
@@ -130,6 +136,10 @@ class Instances(RoleController):
 
     async def restart(self, worker_id: str) -> None:
         """Replace the process of a worker, and make its engine ready."""
+        strategy = self.job.scheduling_strategy
+        if self._lender is None and strategy.type == "colocation" and not strategy.fork:
+            await self._build_after_owner(worker_id)
+            return
         if self._lender is None:
             await run_in_new_thread(self.scheduler.restart_worker, worker_id)
         else:
@@ -137,6 +147,23 @@ class Instances(RoleController):
             await run_in_new_thread(self._lender.restart, ids.index(worker_id))
         await self.look()
         await self.build([worker_id])
+
+    async def _build_after_owner(self, worker_id: str) -> None:
+        """Build an engine again, once the role that owns its worker has restarted that."""
+        owner, limits = self.job.scheduling_strategy.target, self.scheduler.timeouts
+        story.info("%s waits until role %s has restarted its worker", worker_id, owner)
+        begun = time.monotonic()
+        while True:
+            await self.look()
+            try:
+                return await self.build([worker_id])
+            except (WorkerFailedError, EngineExistsError, EngineCallError) as error:
+                has_ended = isinstance(error, (WorkerFailedError, EngineExistsError))
+                limit_s = limits.start_s + (0.0 if has_ended else limits.create_engine_s)
+                may_come = has_ended or is_death(error)
+                if not may_come or time.monotonic() > begun + limit_s:
+                    raise
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def check_resizable(self, field: str, value: Any) -> None:
         """Raise InvalidSpecError if the number of workers is fixed."""

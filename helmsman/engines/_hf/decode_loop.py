@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -27,8 +28,13 @@ from helmsman.engines._hf.decode_batch import DecodeBatch
 from helmsman.engines._serving.generation import Generation, already_in_flight, check_level
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.host_swap import HostSwap
+from helmsman.engines.shared_base import require_shareable
 from helmsman.engines.weight_transfer import incoming
-from helmsman.engines.weights import PartialWeightUpdateError, apply_weights
+from helmsman.engines.weights import (
+    PartialWeightUpdateError,
+    apply_weights,
+    with_shared_tensors,
+)
 
 T = TypeVar("T")
 
@@ -60,7 +66,7 @@ class DecodeLoop:
     """Continuous batching in its own thread, the only user of the model from then on.
 
     All public methods may be called from any thread. At most ``max_prefill_tokens`` prompt tokens,
-    padding included, are computed between two decoding steps.
+    padding included, are computed between two decoding steps. ``sharing`` is that of ``share``.
     """
 
     def __init__(
@@ -71,8 +77,12 @@ class DecodeLoop:
         max_len: int,
         max_prefill_tokens: int,
         version: int,
+        sharing: weakref.WeakSet[nn.Module] | None = None,
     ) -> None:
         self._model = model
+        self._sharing = weakref.WeakSet([model]) if sharing is None else sharing
+        """The models of all policies that have the same parameters."""
+        self._is_as_built = True
         self._batch = batch
         self._max_len = max_len
         self._max_prefill_tokens = max_prefill_tokens
@@ -151,6 +161,10 @@ class DecodeLoop:
     def wake(self, weights_only: bool) -> Future[None]:
         return self._command(lambda: self._wake(weights_only))
 
+    def share(self) -> Future[tuple[nn.Module, weakref.WeakSet[nn.Module]]]:
+        """Return another policy's model, which has the same parameters, and ``sharing``."""
+        return self._command(self._share)
+
     def close(self, timeout_s: float) -> None:
         """End all requests as aborted, and the thread. Idempotent.
 
@@ -165,6 +179,7 @@ class DecodeLoop:
                 f"the decoding thread did not end within {timeout_s:g} s; one step is still "
                 "running. Restart the worker if it hangs"
             )
+        self._sharing.discard(self._model)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -299,6 +314,10 @@ class DecodeLoop:
 
     def _sleep(self, level: int) -> None:
         check_level(level)
+        if len(self._sharing) > 1:
+            raise RuntimeError(
+                "another policy shares the base model of this instance, so neither can sleep"
+            )
         with self._changed:
             if self._ids:
                 raise RuntimeError(
@@ -323,6 +342,12 @@ class DecodeLoop:
             current_platform.empty_cache()
             raise
 
+    def _share(self) -> tuple[nn.Module, weakref.WeakSet[nn.Module]]:
+        require_shareable(self.state, is_as_built=self._is_as_built)
+        model = with_shared_tensors(self._model)
+        self._sharing.add(model)
+        return model, self._sharing
+
     def _update_weights(self, weights: Weights, version: int) -> int:
         if not self.state.has_weight_memory:
             raise RuntimeError(
@@ -331,7 +356,13 @@ class DecodeLoop:
             )
         try:
             with incoming(weights, self._weight_group) as arriving:
-                apply_weights(self._model, arriving, is_whole=self.state.is_whole)
+                if apply_weights(
+                    self._model,
+                    arriving,
+                    is_whole=self.state.is_whole,
+                    is_shared=len(self._sharing) > 1,
+                ):
+                    self._is_as_built = False
         except PartialWeightUpdateError:
             self.state = self.state.after(WeightEvent.TORN)
             raise

@@ -1,0 +1,148 @@
+"""Test several policies on the base model of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helmsman.api.engines import InferenceEngine
+from helmsman.api.errors import EngineDeadError
+from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.weights import MemoryTarget, WeightFormat
+from helmsman.api.workers import WorkerContext, within
+from helmsman.engines.rollout import HFRolloutEngine
+from helmsman.engines.shared_base import another_policy
+from helmsman.engines.train import FSDPTrainEngine
+from tests.engines.small_models import GEMMA3_MIXED, LLAMA, MIXTRAL, QWEN2, random_tokens
+
+Adding = Callable[[Any], Any]
+LONG = SamplingParams(max_new_tokens=300)
+MODEL_TYPE = operator.itemgetter("model_type")
+FIELDS = {"max_model_len": 1024, "max_concurrency": 4}
+
+
+@pytest.fixture
+def add(on_the_host: None) -> Iterator[Adding]:
+    """Return a function that adds an engine, which is destroyed at the end."""
+    added: list[Any] = []
+
+    def build(engine: Any) -> Any:
+        added.append(engine)
+        engine.initialize()
+        return engine
+
+    yield build
+    for engine in reversed(added):
+        engine.destroy()
+
+
+def trainer_of(add: Adding, model: Any, seed: int, **lora: Any) -> FSDPTrainEngine:
+    """Return a trainer whose adapter has learned something of its own."""
+    engine = FSDPTrainEngine(model=model, lr=1e-2, lora={"alpha": 8.0, **lora})
+    engine.create_process_group()
+    add(engine)
+    learn(engine, seed)
+    return engine
+
+
+def learn(engine: FSDPTrainEngine, seed: int) -> None:
+    engine.train_batch([{"input_ids": random_tokens(20, seed=seed)} for _ in range(4)], "sft")
+
+
+def adapter(engine: FSDPTrainEngine) -> Any:
+    target = MemoryTarget(version=engine.get_version())
+    return engine.publish_weights(target, WeightFormat(adapters=True))
+
+
+def require(trainer: FSDPTrainEngine, result: GenerationResult, prompt: list[int]) -> None:
+    """Require the log-probabilities of a policy."""
+    (row,) = trainer.forward([{"input_ids": [*prompt, *result.token_ids]}])
+    found = torch.tensor(result.logprobs)
+    torch.testing.assert_close(found, row[len(prompt) :], atol=1e-4, rtol=1e-4)
+
+
+async def generate(engine: Any, seed: int) -> tuple[GenerationResult, list[int]]:
+    prompt = random_tokens(5, seed=seed)
+    asked = GenerationRequest(request_id="same", prompt_ids=prompt, sampling=LONG)
+    return await engine.agenerate(asked), prompt
+
+
+@pytest.mark.parametrize("model", [QWEN2, GEMMA3_MIXED, MIXTRAL], ids=MODEL_TYPE)
+async def test_each_policy_is_its_trainers(add: Adding, model: Any, tmp_path: Path) -> None:
+    """Two policies and the base: each has its trainer's log-probabilities, and its own version."""
+    folder = str(tmp_path)
+    base = FSDPTrainEngine(model=model, seed=3)
+    base.create_process_group()
+    add(base).export_hf(folder)
+    first = add(HFRolloutEngine(model=folder, **FIELDS))
+    second, third = first.beside(), first.beside()
+    second.initialize()
+    parameters = [dict(each._loop._model.named_parameters()) for each in (first, second, third)]
+    for name, tensor in parameters[0].items():
+        assert all(each[name] is tensor for each in parameters)
+    ends = "experts.", ["experts.down_proj", "v_proj"]
+    experts, targets = ends if model is MIXTRAL else ("", "all-linear")
+    one = trainer_of(add, folder, 1, rank=2, targets=["q_proj", f"{experts}down_proj"])
+    other = trainer_of(add, folder, 2, rank=5, targets=targets)
+    learn(other, 7)
+    await first.update_weights(adapter(one), 1)
+    await second.update_weights(adapter(other), 2)
+    await first.update_weights(adapter(one), 3)
+    engines = {first: one, second: other, third: base}
+    results = await asyncio.gather(*(generate(each, 4) for each in engines))
+    for (engine, trainer), version, (result, prompt) in zip(
+        engines.items(), (3, 2, 0), results, strict=True
+    ):
+        assert (engine.get_version(), set(result.versions)) == (version, {version})
+        require(trainer, result, prompt)
+    third.destroy()
+    second.destroy()
+    require(one, *await generate(first, 5))
+    await first.update_weights(base.export_weights(), 4)  # alone, it takes a whole model again
+    require(base, *await generate(first, 5))
+
+
+async def test_policies_beside_refused(add: Adding, on_the_host: None) -> None:
+    first = add(HFRolloutEngine(model=LLAMA, **FIELDS))
+    whole = {name: each.clone() for name, each in first._loop._model.state_dict().items()}
+    second = add(first.beside())
+    for engine in (first, second):
+        with pytest.raises(ValueError, match=r"shares the base.*unchanged; send adapters alone, W"):
+            await engine.update_weights(whole, 1)
+        with pytest.raises(RuntimeError, match="shares the base .*, so neither can sleep"):
+            await engine.sleep()
+    second.destroy()
+    await first.sleep()
+    with pytest.raises(ValueError, match="but this instance is asleep; start the policy before"):
+        first.beside()
+    await first.wake()
+    await first.update_weights(whole, 1)
+    with pytest.raises(ValueError, match="has random weights, or a whole model; start"):
+        first.beside()
+    first.destroy()
+    with pytest.raises(EngineDeadError, match="it is not running"):
+        first.beside()
+
+
+class Without(InferenceEngine):
+    """An engine that has no ``beside``."""
+
+
+def test_another_policy_needs_an_engine(on_the_host: None) -> None:
+    with pytest.raises(EngineDeadError, match=r"no engine '', only none. Start the controller of"):
+        another_policy()
+    Without.__abstractmethods__ = frozenset()
+    engines = {"rollout/0": Without(), "named": HFRolloutEngine(model=LLAMA)}  # type: ignore[abstract]
+    with within(WorkerContext(worker_id="rollout/0", node="", engines=engines)):
+        with pytest.raises(NotImplementedError, match="Without has no method beside, so its base"):
+            another_policy()
+        with pytest.raises(EngineDeadError, match="HFRolloutEngine cannot serve.*not running"):
+            another_policy("named")
+        with pytest.raises(EngineDeadError, match="no engine 'name', only rollout/0, named"):
+            another_policy("name")
