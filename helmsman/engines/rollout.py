@@ -10,6 +10,7 @@ not those of a fresh forward pass under either version.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 import msgspec
 
 from helmsman.api.engines import InferenceEngine
-from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import Weights
@@ -52,7 +52,7 @@ class HFRolloutEngine(InferenceEngine):
         self._loop: DecodeLoop | None = None
         self._vocab_size = 0
         self._max_len, self._limit = self.config.max_model_len, "max_model_len"
-        self._destroyed = self._is_beside = False
+        self._destroyed = False
 
     def initialize(self) -> None:
         """Build the model on this instance's device and start decoding; the weights are version 0.
@@ -62,8 +62,6 @@ class HFRolloutEngine(InferenceEngine):
                 this engine cannot decode.
             RuntimeError: The engine is running or was destroyed.
         """
-        if self._is_beside:
-            return
         if self._loop is not None or self._destroyed:
             raise RuntimeError(
                 "initialize() was called on a rollout engine that is running or destroyed; make a "
@@ -76,25 +74,6 @@ class HFRolloutEngine(InferenceEngine):
         model = build_model(
             self.config.model, seed=self.config.seed, dtype=resolve_dtype(self.config.dtype)
         ).to(device)
-        self._start(model)
-
-    def beside(self) -> HFRolloutEngine:
-        """Return the engine of another policy, which has the same parameters and a cache of its own.
-
-        Raises:
-            EngineDeadError: This engine is not running.
-            ValueError: The engine is asleep, or a whole model has replaced the one it was built
-                with.
-            torch.OutOfMemoryError: The device has too little free memory for another cache.
-        """
-        if self._loop is None:
-            raise EngineDeadError(engine=type(self).__name__, reason="it is not running")
-        other = HFRolloutEngine(self.config)
-        other._start(*self._loop.share().result())
-        other._is_beside = True
-        return other
-
-    def _start(self, model: Any, sharing: Any = None) -> None:
         positions = max_positions(model.config)
         if positions is not None and positions < self._max_len:
             logger.warning(
@@ -104,7 +83,7 @@ class HFRolloutEngine(InferenceEngine):
             )
             self._max_len, self._limit = positions, "max_position_embeddings of the model"
         batch = DecodeBatch(
-            model, num_slots=self.config.max_concurrency, max_len=self._max_len, device=model.device
+            model, num_slots=self.config.max_concurrency, max_len=self._max_len, device=device
         )
         self._vocab_size = batch.vocab_size
         self._loop = DecodeLoop(
@@ -113,8 +92,19 @@ class HFRolloutEngine(InferenceEngine):
             max_len=self._max_len,
             max_prefill_tokens=self.config.max_prefill_tokens,
             version=0,
-            sharing=sharing,
         )
+
+    def beside(self) -> HFRolloutEngine:
+        """Return the engine of another policy, with the same parameters and a cache of its own.
+
+        Raises:
+            RuntimeError: This engine is not running.
+            ValueError: It is asleep, or has received a whole model.
+            torch.OutOfMemoryError: The device has too little free memory for another cache.
+        """
+        other = copy.copy(self)
+        other._loop = self._running().beside()
+        return other
 
     def _running(self) -> DecodeLoop:
         if self._loop is None:

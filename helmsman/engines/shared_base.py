@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import EngineDeadError
-from helmsman.api.generation import GenerationRequest, GenerationResult
-from helmsman.api.weight_states import WeightState
-from helmsman.api.weights import Weights
-from helmsman.api.workers import worker_context
-from helmsman.engines._serving.adapters import TrainedAdapters
-from helmsman.engines._serving.generation import check_samples_of_one
+from helmsman.api.workers import WorkerContext, worker_context
 
 
 def another_policy(base: str = "") -> InferenceEngine:
@@ -20,8 +14,8 @@ def another_policy(base: str = "") -> InferenceEngine:
 
     It is the ``engine`` of a RolloutController whose job reuses the workers of a rollout role:
     ``SchedulingStrategy(type="colocation", target=role)``. The policy begins as version 0 without
-    an adapter. Its trainer and that of the other policy send adapters alone,
-    ``WeightFormat(adapters=True)``, and neither policy can sleep.
+    an adapter. All trainers send adapters alone, ``WeightFormat(adapters=True)``, and no policy can
+    sleep.
 
     Args:
         base: Name of the other engine, the ``engine_name`` of its controller; '' if it has none.
@@ -33,114 +27,56 @@ def another_policy(base: str = "") -> InferenceEngine:
         EngineDeadError: The worker has no such engine, or it is not running (yet).
         ValueError: The base model cannot be shared.
     """
-    context = worker_context()
-    name = base or (context.worker_id if context is not None else "")
-    engines = context.engines if context is not None else {}
-    if name not in engines:
-        raise EngineDeadError(
-            engine="another_policy",
-            reason=f"its worker has no engine {name!r}, only {', '.join(engines) or 'none'}. Start "
-            "the controller of the role whose workers it uses first, and give another_policy that "
-            "controller's engine_name as base",
+    context = worker_context() or WorkerContext(worker_id="", node="")
+    name = base or context.worker_id
+    try:
+        made: InferenceEngine = context.engines[name].beside()
+    except (KeyError, RuntimeError) as error:
+        if type(error) not in (KeyError, RuntimeError):  # no such method, or no memory
+            raise
+        reason = (
+            f"there is no engine {name!r} that runs; the worker has "
+            f"{', '.join(context.engines) or 'none'}. Start the controller of the role whose "
+            "workers these are first, and give another_policy its engine_name as base"
         )
-    made: InferenceEngine = engines[name].beside()
+        raise EngineDeadError(engine="another_policy", reason=reason) from error
+    # Its controller calls it, but it runs already: an engine that cannot run is not created.
+    made.initialize = lambda: None  # type: ignore[method-assign]
     return made
 
 
-def shares_base() -> ValueError:
-    """Build the error for a whole model that arrived where policies share the base model."""
+def shares_base(what: str) -> ValueError:
+    """Build the error for a change of a base model that several policies share."""
     return ValueError(
-        "a whole model arrived, but another policy shares the base model of this instance, which "
-        "is unchanged; send adapters alone, WeightFormat(adapters=True)"
+        f"{what} would change the base model of this instance, which another policy shares; send "
+        "adapters alone, WeightFormat(adapters=True), and let no policy sleep"
     )
 
 
-def require_shareable(state: WeightState, *, is_as_built: bool) -> None:
-    """Raise ValueError unless a base model is awake and has the weights that it was built with."""
-    if not state.is_serving or not is_as_built:
-        raise ValueError(
-            "another policy shares a base model as its folder has it, but this instance "
-            + (f"is {state.value}" if is_as_built else "has random weights, or a whole model")
-            + "; start the policy before anything but adapters is sent (WeightFormat(adapters="
-            "True)), while the instance is awake"
-        )
+class SharedBase:
+    """The base model of an instance with its policies; the first one has built it."""
 
+    def __init__(self, first: Any) -> None:
+        self.policies = [first]
+        self._is_as_built = True
 
-def require_slots(max_lora_rank: int, max_loras: int, num_policies: int) -> None:
-    """Raise ValueError unless a server has room for an adapter of each policy."""
-    if not max_lora_rank or max_loras < num_policies:
-        raise ValueError(
-            f"max_lora_rank is {max_lora_rank} and max_loras is {max_loras}; expected a rank, and "
-            f"{num_policies} adapters or more for {num_policies} policies on one base model: "
-            "the sum of their max_staleness + 1"
-        )
+    def change(self, what: str = "a whole model") -> None:
+        """Note that a whole model, or a sleep, changes it; raises ValueError if it is shared."""
+        if len(self.policies) > 1:
+            raise shares_base(what)
+        self._is_as_built = False
 
-
-class PolicyServer(Protocol):
-    """An engine that serves policies by adapters of their own."""
-
-    def failure(self) -> str | None:
-        """Return why it cannot serve."""
-
-    async def generate_with(
-        self, policy: TrainedAdapters, requests: Sequence[GenerationRequest]
-    ) -> list[GenerationResult]:
-        """Continue one prompt."""
-
-    async def abort_of(self, policy: TrainedAdapters, request_ids: Sequence[str] | None) -> int:
-        """End requests of a policy."""
-
-    async def update_of(self, policy: TrainedAdapters, weights: Weights, version: int) -> int:
-        """Update the adapter of a policy."""
-
-    def leave(self, policy: TrainedAdapters) -> None:
-        """End a policy with its requests."""
-
-
-class PolicyBeside(InferenceEngine):
-    """A further policy of a PolicyServer, which generates until one of the two is destroyed."""
-
-    def __init__(self, server: PolicyServer, policy: TrainedAdapters) -> None:
-        self._server, self._policy = server, policy
-
-    def initialize(self) -> None:
-        """Do nothing: it generates already."""
-
-    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt."""
-        return (await self._server.generate_with(self._policy, [request]))[0]
-
-    async def agenerate_samples(
-        self, requests: Sequence[GenerationRequest]
-    ) -> list[GenerationResult]:
-        """Continue one prompt several times."""
-        check_samples_of_one(requests)
-        return await self._server.generate_with(self._policy, requests)
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End the given requests (None: all) with stop_reason 'abort'; return their number."""
-        return await self._server.abort_of(self._policy, request_ids)
-
-    async def update_weights(self, weights: Weights, version: int) -> int:
-        """Load an adapter and serve it as ``version``; requests in flight keep theirs."""
-        return await self._server.update_of(self._policy, weights, version)
-
-    def get_version(self) -> int:
-        """Return the weight version that is served."""
-        return self._policy.requests.version
-
-    def stats(self) -> dict[str, Any]:
-        """Return ``num_generated_tokens`` of this policy, and its weight ``version``."""
-        requests = self._policy.requests
-        return {
-            "num_generated_tokens": requests.num_generated_tokens,
-            "version": requests.version,
-        }
-
-    def failure(self) -> str | None:
-        """Return why the server can no longer serve, or None while it can."""
-        return self._server.failure()
-
-    def destroy(self) -> None:
-        """End all requests of this policy. Idempotent."""
-        self._server.leave(self._policy)
+    def check_sharable(self, max_loras: int | None = None) -> None:
+        """Raise ValueError if there can be no further policy; ``max_loras`` is a server's limit."""
+        num = len(self.policies) + 1
+        if not self._is_as_built:
+            raise ValueError(
+                "policies share a base model as it was built, but this instance has received a "
+                "whole model or was asleep; start all policies before, and send adapters alone, "
+                "WeightFormat(adapters=True)"
+            )
+        if max_loras is not None and max_loras < num:
+            raise ValueError(
+                f"max_loras is {max_loras}, but {num} policies share the base model; expected the "
+                "sum of their max_staleness + 1, and as max_lora_rank the largest of their ranks"
+            )

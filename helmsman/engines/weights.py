@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -20,7 +17,6 @@ from helmsman.engines._models.adapter_layers import (
 )
 from helmsman.engines._weights.checkpoint_names import CheckpointNames
 from helmsman.engines._weights.fit import form_in_files, form_of, require_fit
-from helmsman.engines.shared_base import shares_base
 from helmsman.engines.weight_transfer import Incoming
 
 
@@ -62,9 +58,7 @@ def partial_update(cause: Exception | str) -> PartialWeightUpdateError:
 
 
 @torch.no_grad()
-def apply_weights(
-    model: nn.Module, weights: Incoming, *, is_whole: bool = True, is_shared: bool = False
-) -> bool:
+def apply_weights(model: nn.Module, weights: Incoming, *, is_whole: bool = True) -> None:
     """Copy weights into a model in place, converting dtype and device.
 
     Nothing changes unless every name and shape fits. An adapter replaces an earlier one; a whole
@@ -76,14 +70,9 @@ def apply_weights(
             either in Hugging Face files or in the model. A tensor with several names (tied
             embeddings) may come under any one of them. Or an adapter, by its names in PEFT's files.
         is_whole: Whether the model has all of its weights, which an adapter needs.
-        is_shared: Whether another policy has the same parameters, which must not change.
-
-    Returns:
-        Whether the parameters have changed; False for an adapter.
 
     Raises:
-        ValueError: Names are missing or unexpected, a shape differs, or a whole model arrived for a
-            shared one. The model is unchanged.
+        ValueError: Names are missing or unexpected, or a shape differs. The model is unchanged.
         PartialWeightUpdateError: The update failed after the first parameter had changed.
         RuntimeError: An adapter arrived, and the model is not whole.
         Exception: Any error of the transfer before that, unchanged.
@@ -92,9 +81,7 @@ def apply_weights(
         if not is_whole:
             raise base_is_gone()
         _apply_adapter(model, weights)
-        return False
-    if is_shared:
-        raise shares_base()
+        return
     targets: dict[str, torch.Tensor] = {
         name: tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -117,15 +104,6 @@ def apply_weights(
         if is_torn:
             raise partial_update(error) from error
         raise
-    return True
-
-
-def with_shared_tensors(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that has the same parameters and buffers, but no adapters."""
-    memo: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model, memo)
-    detach_all(copied)
-    return copied
 
 
 def _apply_adapter(model: nn.Module, weights: Incoming) -> None:

@@ -30,7 +30,6 @@ from helmsman.controller._rollout.health import Health, HealthEvent, Supervision
 from helmsman.controller._rollout.request import Instance, InstanceStats, RolloutStats
 from helmsman.controller._rollout.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._rollout.supervisor import Supervisor
-from helmsman.controller._scheduler.driver_log import story
 
 _LOOK_EVERY_S = 0.25
 """Time between attempts to build an engine in a worker that another role restarts."""
@@ -150,18 +149,16 @@ class Instances(RoleController):
 
     async def _build_after_owner(self, worker_id: str) -> None:
         """Build an engine again, once the role that owns its worker has restarted that."""
-        owner, limits = self.job.scheduling_strategy.target, self.scheduler.timeouts
-        story.info("%s waits until role %s has restarted its worker", worker_id, owner)
-        begun = time.monotonic()
+        limits, begun = self.scheduler.timeouts, time.monotonic()
         while True:
             await self.look()
             try:
                 return await self.build([worker_id])
+            # An engine that exists is the lost one: the owner has not ended its process yet.
             except (WorkerFailedError, EngineExistsError, EngineCallError) as error:
-                has_ended = isinstance(error, (WorkerFailedError, EngineExistsError))
-                limit_s = limits.start_s + (0.0 if has_ended else limits.create_engine_s)
-                may_come = has_ended or is_death(error)
-                if not may_come or time.monotonic() > begun + limit_s:
+                is_new = isinstance(error, EngineCallError)
+                limit_s = limits.start_s + is_new * limits.create_engine_s
+                if (is_new and not is_death(error)) or time.monotonic() > begun + limit_s:
                     raise
             await asyncio.sleep(_LOOK_EVERY_S)
 

@@ -8,10 +8,10 @@ exactly once:
 
 from __future__ import annotations
 
+import copy
 import logging
 import secrets
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,16 +25,14 @@ from helmsman.api.platforms import current_platform
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
 from helmsman.engines._hf.decode_batch import DecodeBatch
+from helmsman.engines._models.adapter_files import is_adapter_in_files
+from helmsman.engines._models.adapter_layers import detach_all
 from helmsman.engines._serving.generation import Generation, already_in_flight, check_level
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.host_swap import HostSwap
-from helmsman.engines.shared_base import require_shareable
+from helmsman.engines.shared_base import SharedBase
 from helmsman.engines.weight_transfer import incoming
-from helmsman.engines.weights import (
-    PartialWeightUpdateError,
-    apply_weights,
-    with_shared_tensors,
-)
+from helmsman.engines.weights import PartialWeightUpdateError, apply_weights
 
 T = TypeVar("T")
 
@@ -66,7 +64,7 @@ class DecodeLoop:
     """Continuous batching in its own thread, the only user of the model from then on.
 
     All public methods may be called from any thread. At most ``max_prefill_tokens`` prompt tokens,
-    padding included, are computed between two decoding steps. ``sharing`` is that of ``share``.
+    padding included, are computed between two decoding steps.
     """
 
     def __init__(
@@ -77,17 +75,14 @@ class DecodeLoop:
         max_len: int,
         max_prefill_tokens: int,
         version: int,
-        sharing: weakref.WeakSet[nn.Module] | None = None,
     ) -> None:
         self._model = model
-        self._sharing = weakref.WeakSet([model]) if sharing is None else sharing
-        """The models of all policies that have the same parameters."""
-        self._is_as_built = True
         self._batch = batch
         self._max_len = max_len
         self._max_prefill_tokens = max_prefill_tokens
         self.version = version
         """Weight version being served."""
+        self._base = SharedBase(self)
         self.state = WeightState.AWAKE
         """While the weights are incomplete nothing is decoded, and requests wait or are aborted."""
         self._host_swap = HostSwap()
@@ -161,9 +156,9 @@ class DecodeLoop:
     def wake(self, weights_only: bool) -> Future[None]:
         return self._command(lambda: self._wake(weights_only))
 
-    def share(self) -> Future[tuple[nn.Module, weakref.WeakSet[nn.Module]]]:
-        """Return another policy's model, which has the same parameters, and ``sharing``."""
-        return self._command(self._share)
+    def beside(self) -> DecodeLoop:
+        """Return the loop of another policy, with the same parameters and a cache of its own."""
+        return self._command(self._beside).result()
 
     def close(self, timeout_s: float) -> None:
         """End all requests as aborted, and the thread. Idempotent.
@@ -179,7 +174,8 @@ class DecodeLoop:
                 f"the decoding thread did not end within {timeout_s:g} s; one step is still "
                 "running. Restart the worker if it hangs"
             )
-        self._sharing.discard(self._model)
+        if self in self._base.policies:
+            self._base.policies.remove(self)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -314,10 +310,7 @@ class DecodeLoop:
 
     def _sleep(self, level: int) -> None:
         check_level(level)
-        if len(self._sharing) > 1:
-            raise RuntimeError(
-                "another policy shares the base model of this instance, so neither can sleep"
-            )
+        self._base.change("sleep()")
         with self._changed:
             if self._ids:
                 raise RuntimeError(
@@ -342,11 +335,22 @@ class DecodeLoop:
             current_platform.empty_cache()
             raise
 
-    def _share(self) -> tuple[nn.Module, weakref.WeakSet[nn.Module]]:
-        require_shareable(self.state, is_as_built=self._is_as_built)
-        model = with_shared_tensors(self._model)
-        self._sharing.add(model)
-        return model, self._sharing
+    def _beside(self) -> DecodeLoop:
+        self._base.check_sharable()
+        shared = {id(each): each for each in (*self._model.parameters(), *self._model.buffers())}
+        model = copy.deepcopy(self._model, shared)
+        detach_all(model)
+        slots, device = self._batch.num_slots, next(model.parameters()).device
+        other = DecodeLoop(
+            model,
+            DecodeBatch(model, num_slots=slots, max_len=self._max_len, device=device),
+            max_len=self._max_len,
+            max_prefill_tokens=self._max_prefill_tokens,
+            version=0,
+        )
+        other._base = self._base
+        self._base.policies.append(other)
+        return other
 
     def _update_weights(self, weights: Weights, version: int) -> int:
         if not self.state.has_weight_memory:
@@ -356,13 +360,9 @@ class DecodeLoop:
             )
         try:
             with incoming(weights, self._weight_group) as arriving:
-                if apply_weights(
-                    self._model,
-                    arriving,
-                    is_whole=self.state.is_whole,
-                    is_shared=len(self._sharing) > 1,
-                ):
-                    self._is_as_built = False
+                if not is_adapter_in_files(arriving.shapes):
+                    self._base.change()
+                apply_weights(self._model, arriving, is_whole=self.state.is_whole)
         except PartialWeightUpdateError:
             self.state = self.state.after(WeightEvent.TORN)
             raise

@@ -22,7 +22,7 @@ from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.small_models import GEMMA3_MIXED, LLAMA, MIXTRAL, QWEN2, random_tokens
 
 Adding = Callable[[Any], Any]
-LONG = SamplingParams(max_new_tokens=300)
+LONG = SamplingParams(max_new_tokens=40)
 MODEL_TYPE = operator.itemgetter("model_type")
 FIELDS = {"max_model_len": 1024, "max_concurrency": 4}
 
@@ -82,7 +82,6 @@ async def test_each_policy_is_its_trainers(add: Adding, model: Any, tmp_path: Pa
     add(base).export_hf(folder)
     first = add(HFRolloutEngine(model=folder, **FIELDS))
     second, third = first.beside(), first.beside()
-    second.initialize()
     parameters = [dict(each._loop._model.named_parameters()) for each in (first, second, third)]
     for name, tensor in parameters[0].items():
         assert all(each[name] is tensor for each in parameters)
@@ -111,22 +110,17 @@ async def test_each_policy_is_its_trainers(add: Adding, model: Any, tmp_path: Pa
 async def test_policies_beside_refused(add: Adding, on_the_host: None) -> None:
     first = add(HFRolloutEngine(model=LLAMA, **FIELDS))
     whole = {name: each.clone() for name, each in first._loop._model.state_dict().items()}
-    second = add(first.beside())
+    second = first.beside()
     for engine in (first, second):
-        with pytest.raises(ValueError, match=r"shares the base.*unchanged; send adapters alone, W"):
+        with pytest.raises(
+            ValueError, match=r"a whole model would change the base model of .*e, W"
+        ):
             await engine.update_weights(whole, 1)
-        with pytest.raises(RuntimeError, match="shares the base .*, so neither can sleep"):
+        with pytest.raises(ValueError, match=r"^sleep\(\) would change .* and let no policy sleep"):
             await engine.sleep()
     second.destroy()
-    await first.sleep()
-    with pytest.raises(ValueError, match="but this instance is asleep; start the policy before"):
-        first.beside()
-    await first.wake()
     await first.update_weights(whole, 1)
-    with pytest.raises(ValueError, match="has random weights, or a whole model; start"):
-        first.beside()
-    first.destroy()
-    with pytest.raises(EngineDeadError, match="it is not running"):
+    with pytest.raises(ValueError, match="has received a whole model or was asleep; start all"):
         first.beside()
 
 
@@ -135,14 +129,24 @@ class Without(InferenceEngine):
 
 
 def test_another_policy_needs_an_engine(on_the_host: None) -> None:
-    with pytest.raises(EngineDeadError, match=r"no engine '', only none. Start the controller of"):
+    with pytest.raises(
+        EngineDeadError, match=r"no engine '' that runs; the worker has none. Start"
+    ):
         another_policy()
     Without.__abstractmethods__ = frozenset()
-    engines = {"rollout/0": Without(), "named": HFRolloutEngine(model=LLAMA)}  # type: ignore[abstract]
+    engines: dict[str, InferenceEngine] = {
+        "rollout/0": Without(),  # type: ignore[abstract]
+        "named": HFRolloutEngine(model=LLAMA),
+    }
     with within(WorkerContext(worker_id="rollout/0", node="", engines=engines)):
         with pytest.raises(NotImplementedError, match="Without has no method beside, so its base"):
             another_policy()
-        with pytest.raises(EngineDeadError, match="HFRolloutEngine cannot serve.*not running"):
-            another_policy("named")
-        with pytest.raises(EngineDeadError, match="no engine 'name', only rollout/0, named"):
-            another_policy("name")
+        for name in ("named", "other"):  # the one does not run yet, the other does not exist
+            with pytest.raises(EngineDeadError, match=f"'{name}' that .* has rollout/0, named. S"):
+                another_policy(name)
+    engines["named"].initialize()
+    with within(WorkerContext(worker_id="rollout/0", node="", engines=engines)):
+        policy = another_policy("named")
+    policy.initialize()
+    for engine in (policy, engines["named"]):
+        engine.destroy()
