@@ -13,6 +13,7 @@ from helmsman.api.errors import (
     EngineCallError,
     EngineDeadError,
     EngineExistsError,
+    EngineNotFoundError,
     HelmsmanError,
     InstanceLostError,
     InvalidSpecError,
@@ -31,6 +32,8 @@ from helmsman.controller._rollout.request import Instance, InstanceStats, Rollou
 from helmsman.controller._rollout.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._rollout.supervisor import Supervisor
 
+_GONE = (WorkerFailedError, EngineNotFoundError)
+"""Errors of an engine whose process has ended; another role may have restarted the worker since."""
 _LOOK_EVERY_S = 0.25
 """Time between attempts to build an engine in a worker that another role restarts."""
 
@@ -304,7 +307,7 @@ class Instances(RoleController):
             return await self.scheduler.async_call_engine(
                 worker_id, method, self.engine_name, *args, rpc_timeout=timeout, **kwargs
             )
-        except (WorkerFailedError, EngineCallError) as error:
+        except (*_GONE, EngineCallError) as error:
             # error.worker_id is not compared: with colocation, the process that died may have an id
             # of another role.
             if is_death(error) and self.num_builds[worker_id] == build:
@@ -370,7 +373,7 @@ class Instances(RoleController):
         """Call an engine for the request queue; raises InstanceLostError for a death."""
         try:
             return await self.ask(instance_id, method, argument, timeout=timeout)
-        except WorkerFailedError as error:
+        except _GONE as error:
             raise _lost(instance_id, str(error)) from error
         except EngineCallError as error:
             if isinstance(error.__cause__, EngineDeadError):
@@ -398,7 +401,7 @@ def _check_lender(lender: StartedRole, has_engine_arguments: bool) -> None:
 
 def is_death(error: Exception) -> bool:
     """Return whether an error means that the worker, or a process of its engine, has died."""
-    return isinstance(error, WorkerFailedError) or isinstance(error.__cause__, EngineDeadError)
+    return isinstance(error, _GONE) or isinstance(error.__cause__, EngineDeadError)
 
 
 def _lost(instance_id: str, reason: str) -> InstanceLostError:
