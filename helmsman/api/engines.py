@@ -458,10 +458,7 @@ class InferenceEngine(abc.ABC):
             EngineDeadError: This engine is not running.
             ValueError: The base model cannot be shared.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no method beside, so its base model cannot serve another "
-            "policy"
-        )
+        raise NotImplementedError(f"{type(self).__name__} serves one policy: it has no beside()")
 
     def failure(self) -> str | None:
         """Return why this engine cannot serve although its worker is alive; None if it can.

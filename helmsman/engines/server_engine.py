@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import copy
 import functools
 import itertools
 import logging
@@ -210,12 +209,10 @@ class ServerEngine(InferenceEngine):
                 adapters of another policy.
         """
         self._running().require_server()
-        self._base.check_sharable(self.config.max_loras)
-        other = copy.copy(self)
+        other: ServerEngine = self._base.beside(self, self.config.max_loras)
         other._process, other._group, other._locks = None, None, contextlib.ExitStack()
         other._requests = self._make_requests(other._read, policy=f"-{next(self._adapter_numbers)}")
         other._adapters = TrainedAdapters(other._requests, self._unload)
-        self._base.policies.append(other)
         return other
 
     def destroy(self) -> None:
@@ -250,11 +247,9 @@ class ServerEngine(InferenceEngine):
     async def _leave(self, client: http.ServerClient, requests: Requests) -> None:
         await requests.abort(None)
         self._client = None
-        first = self._base.policies[0]
-        if self is first:
+        if (first := self._base.leave(self)) is None:
             await client.close()
-        elif self._adapters is not None:
-            self._base.policies.remove(self)
+        elif self._adapters is not None and first._adapters is not None:
             await self._adapters.end(first._adapters)
 
     def get_version(self) -> int:

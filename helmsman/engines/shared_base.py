@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from helmsman.api.engines import InferenceEngine
@@ -34,12 +35,12 @@ def another_policy(base: str = "") -> InferenceEngine:
     except (KeyError, RuntimeError) as error:
         if type(error) not in (KeyError, RuntimeError):  # no such method, or no memory
             raise
-        reason = (
-            f"there is no engine {name!r} that runs; the worker has "
-            f"{', '.join(context.engines) or 'none'}. Start the controller of the role whose "
-            "workers these are first, and give another_policy its engine_name as base"
-        )
-        raise EngineDeadError(engine="another_policy", reason=reason) from error
+        raise EngineDeadError(
+            engine="another_policy",
+            reason=f"no engine {name!r} runs in its worker, which has "
+            f"{', '.join(context.engines) or 'none'}. Start the controller of the other role "
+            "first, and give another_policy its engine_name as base",
+        ) from error
     # Its controller calls it, but it runs already: an engine that cannot run is not created.
     made.initialize = lambda: None  # type: ignore[method-assign]
     return made
@@ -66,17 +67,28 @@ class SharedBase:
             raise shares_base(what)
         self._is_as_built = False
 
-    def check_sharable(self, max_loras: int | None = None) -> None:
-        """Raise ValueError if there can be no further policy; ``max_loras`` is a server's limit."""
-        num = len(self.policies) + 1
+    def beside(self, first: Any, max_loras: int | None = None) -> Any:
+        """Add a policy, a shallow copy of the first one.
+
+        Raises:
+            ValueError: The base model has changed, or a server's ``max_loras`` is too low.
+        """
         if not self._is_as_built:
             raise ValueError(
-                "policies share a base model as it was built, but this instance has received a "
-                "whole model or was asleep; start all policies before, and send adapters alone, "
-                "WeightFormat(adapters=True)"
+                "policies share a base model as it was built, and this one has slept or received a "
+                "whole model; start all before, and send WeightFormat(adapters=True) alone"
             )
-        if max_loras is not None and max_loras < num:
+        if max_loras is not None and max_loras <= len(self.policies):
             raise ValueError(
-                f"max_loras is {max_loras}, but {num} policies share the base model; expected the "
-                "sum of their max_staleness + 1, and as max_lora_rank the largest of their ranks"
+                f"max_loras is {max_loras} for {len(self.policies) + 1} policies; expected the sum "
+                "of their max_staleness + 1, and as max_lora_rank the largest of their ranks"
             )
+        self.policies.append(copy.copy(first))
+        return self.policies[-1]
+
+    def leave(self, policy: Any) -> Any:
+        """Remove a policy and return the first one; or return None for the first one itself."""
+        if policy not in self.policies[1:]:
+            return None
+        self.policies.remove(policy)
+        return self.policies[0]

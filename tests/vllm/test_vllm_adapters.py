@@ -93,7 +93,7 @@ async def test_policies_on_one_engine(served: Served, tmp_path: Path) -> None:
     base = model_of(LLAMA, seed=1)
     await served.engine.use_lora()
     policies = [Served(served.engine, base), Served(served.engine.beside(), base)]
-    with pytest.raises(ValueError, match="max_loras is 2, but 3 policies share the base model; ex"):
+    with pytest.raises(ValueError, match="max_loras is 2 for 3 policies; expected the sum of the"):
         served.engine.beside()
     long = SamplingParams(temperature=0.0, max_new_tokens=MAX_LEN - 8)
     begun = [[await each.begun(each.request([7, 8, 9], long))] for each in policies]

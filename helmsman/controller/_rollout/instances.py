@@ -137,22 +137,18 @@ class Instances(RoleController):
             super()._delete_workers(cause)
 
     async def restart(self, worker_id: str) -> None:
-        """Replace the process of a worker, and make its engine ready."""
-        strategy = self.job.scheduling_strategy
-        if self._lender is None and strategy.type == "colocation" and not strategy.fork:
-            await self._build_after_owner(worker_id)
-            return
-        if self._lender is None:
-            await run_in_new_thread(self.scheduler.restart_worker, worker_id)
-        else:
+        """Replace the process of a worker, and make its engine ready.
+
+        A role that reuses the workers of another one waits until that has restarted them.
+        """
+        strategy, limits = self.job.scheduling_strategy, self.scheduler.timeouts
+        reuses = self._lender is None and strategy.type == "colocation" and not strategy.fork
+        if self._lender is not None:
             ids = [worker.id for worker in self._lender.workers]
             await run_in_new_thread(self._lender.restart, ids.index(worker_id))
-        await self.look()
-        await self.build([worker_id])
-
-    async def _build_after_owner(self, worker_id: str) -> None:
-        """Build an engine again, once the role that owns its worker has restarted that."""
-        limits, begun = self.scheduler.timeouts, time.monotonic()
+        elif not reuses:
+            await run_in_new_thread(self.scheduler.restart_worker, worker_id)
+        begun = time.monotonic()
         while True:
             await self.look()
             try:
@@ -161,7 +157,8 @@ class Instances(RoleController):
             except (WorkerFailedError, EngineExistsError, EngineCallError) as error:
                 is_new = isinstance(error, EngineCallError)
                 limit_s = limits.start_s + is_new * limits.create_engine_s
-                if (is_new and not is_death(error)) or time.monotonic() > begun + limit_s:
+                may_come = reuses and (is_death(error) or not is_new)
+                if not may_come or time.monotonic() > begun + limit_s:
                     raise
             await asyncio.sleep(_LOOK_EVERY_S)
 

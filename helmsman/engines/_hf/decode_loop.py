@@ -75,14 +75,14 @@ class DecodeLoop:
         max_len: int,
         max_prefill_tokens: int,
         version: int,
+        base: SharedBase,
     ) -> None:
-        self._model = model
+        self._model, self._base = model, base
         self._batch = batch
         self._max_len = max_len
         self._max_prefill_tokens = max_prefill_tokens
         self.version = version
         """Weight version being served."""
-        self._base = SharedBase(self)
         self.state = WeightState.AWAKE
         """While the weights are incomplete nothing is decoded, and requests wait or are aborted."""
         self._host_swap = HostSwap()
@@ -156,9 +156,9 @@ class DecodeLoop:
     def wake(self, weights_only: bool) -> Future[None]:
         return self._command(lambda: self._wake(weights_only))
 
-    def beside(self) -> DecodeLoop:
-        """Return the loop of another policy, with the same parameters and a cache of its own."""
-        return self._command(self._beside).result()
+    def share(self) -> Future[nn.Module]:
+        """Return a copy of the model that has the same parameters, and no adapters."""
+        return self._command(self._share)
 
     def close(self, timeout_s: float) -> None:
         """End all requests as aborted, and the thread. Idempotent.
@@ -174,8 +174,6 @@ class DecodeLoop:
                 f"the decoding thread did not end within {timeout_s:g} s; one step is still "
                 "running. Restart the worker if it hangs"
             )
-        if self in self._base.policies:
-            self._base.policies.remove(self)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -335,22 +333,11 @@ class DecodeLoop:
             current_platform.empty_cache()
             raise
 
-    def _beside(self) -> DecodeLoop:
-        self._base.check_sharable()
+    def _share(self) -> nn.Module:
         shared = {id(each): each for each in (*self._model.parameters(), *self._model.buffers())}
         model = copy.deepcopy(self._model, shared)
         detach_all(model)
-        slots, device = self._batch.num_slots, next(model.parameters()).device
-        other = DecodeLoop(
-            model,
-            DecodeBatch(model, num_slots=slots, max_len=self._max_len, device=device),
-            max_len=self._max_len,
-            max_prefill_tokens=self._max_prefill_tokens,
-            version=0,
-        )
-        other._base = self._base
-        self._base.policies.append(other)
-        return other
+        return model
 
     def _update_weights(self, weights: Weights, version: int) -> int:
         if not self.state.has_weight_memory:

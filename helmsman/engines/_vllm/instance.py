@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import itertools
 import os
 import shutil
@@ -99,12 +98,10 @@ class VLLMInstance:
         """
         async with self._one_change:
             self._require_life()
-            self._base.check_sharable(self.config.max_loras)
-            other = copy.copy(self)
+            other: VLLMInstance = self._base.beside(self, self.config.max_loras)
             other._adapter, other._adapters = "", {}
             other._open_policy(f"-{next(self._lora_numbers)}")
             other._watch = asyncio.get_running_loop().create_task(other._look_after())
-            self._base.policies.append(other)
             return other
 
     # --- life -------------------------------------------------------------------------------------
@@ -181,8 +178,7 @@ class VLLMInstance:
         """
         if self._watch is not None:
             self._watch.cancel()
-        if self is not (first := self._base.policies[0]):
-            self._base.policies.remove(self)
+        if (first := self._base.leave(self)) is not None:
             await self._trained.end(first._trained)
             return
         self.failure = self.failure or "it was destroyed"

@@ -120,7 +120,7 @@ async def test_policies_beside_refused(add: Adding, on_the_host: None) -> None:
             await engine.sleep()
     second.destroy()
     await first.update_weights(whole, 1)
-    with pytest.raises(ValueError, match="has received a whole model or was asleep; start all"):
+    with pytest.raises(ValueError, match="has slept or received a whole model; start all"):
         first.beside()
 
 
@@ -130,7 +130,7 @@ class Without(InferenceEngine):
 
 def test_another_policy_needs_an_engine(on_the_host: None) -> None:
     with pytest.raises(
-        EngineDeadError, match=r"no engine '' that runs; the worker has none. Start"
+        EngineDeadError, match=r"no engine '' runs in its worker, which has none. St"
     ):
         another_policy()
     Without.__abstractmethods__ = frozenset()
@@ -139,10 +139,12 @@ def test_another_policy_needs_an_engine(on_the_host: None) -> None:
         "named": HFRolloutEngine(model=LLAMA),
     }
     with within(WorkerContext(worker_id="rollout/0", node="", engines=engines)):
-        with pytest.raises(NotImplementedError, match="Without has no method beside, so its base"):
+        with pytest.raises(
+            NotImplementedError, match="Without serves one policy: it has no beside"
+        ):
             another_policy()
         for name in ("named", "other"):  # the one does not run yet, the other does not exist
-            with pytest.raises(EngineDeadError, match=f"'{name}' that .* has rollout/0, named. S"):
+            with pytest.raises(EngineDeadError, match=f"'{name}' runs .* has rollout/0, named. S"):
                 another_policy(name)
     engines["named"].initialize()
     with within(WorkerContext(worker_id="rollout/0", node="", engines=engines)):
