@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from helmsman import InlineScheduler, Job, RolloutController, SchedulingStrategy
 from helmsman.api.engines import InferenceEngine
-from helmsman.api.errors import EngineDeadError
+from helmsman.api.errors import EngineDeadError, GroupCallError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.weights import MemoryTarget, WeightFormat
 from helmsman.api.workers import WorkerContext, within
@@ -21,10 +22,11 @@ from helmsman.engines.shared_base import another_policy
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.small_models import GEMMA3_MIXED, LLAMA, MIXTRAL, QWEN2, random_tokens
 
+ANOTHER = "helmsman.engines.shared_base.another_policy"
 Adding = Callable[[Any], Any]
 LONG = SamplingParams(max_new_tokens=40)
 MODEL_TYPE = operator.itemgetter("model_type")
-FIELDS = {"max_model_len": 1024, "max_concurrency": 4}
+FIELDS: dict[str, Any] = {"max_model_len": 1024, "max_concurrency": 4}
 
 
 @pytest.fixture
@@ -152,3 +154,35 @@ def test_another_policy_needs_an_engine(on_the_host: None) -> None:
     policy.initialize()
     for engine in (policy, engines["named"]):
         engine.destroy()
+
+
+def test_roles_in_one_process(on_the_host: None) -> None:
+    """Workers of InlineScheduler share a process, but not their engines."""
+    shared = SchedulingStrategy(type="colocation", target="first")
+    fields = {"model": LLAMA, **FIELDS}
+    with InlineScheduler() as scheduler:
+        job = Job(role="first", replicas=2)
+        first = RolloutController(scheduler, HFRolloutEngine, job, (), fields, "named")
+        with (
+            first,
+            pytest.raises(GroupCallError, match="no engine 'first/0' runs in its worker, w"),
+        ):
+            RolloutController(
+                scheduler, ANOTHER, Job(role="second", replicas=2, scheduling_strategy=shared)
+            ).initialize()
+        second = RolloutController(
+            scheduler,
+            ANOTHER,
+            Job(role="second", replicas=2, scheduling_strategy=shared),
+            engine_kwargs={"base": "named"},
+        )
+        with (
+            RolloutController(scheduler, HFRolloutEngine, job, (), fields, "named") as first,
+            second,
+        ):
+            greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
+            prompts = [random_tokens(5, seed=seed) for seed in range(8)]
+            mine, theirs = (each.generate(prompts, greedy) for each in (first, second))
+            assert [each.token_ids for each in mine] == [each.token_ids for each in theirs]
+            assert second.versions() == {"second/0": 0, "second/1": 0}
+            assert scheduler.call_engine("second/0", "stats")["num_generated_tokens"] > 0

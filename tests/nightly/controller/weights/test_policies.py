@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -57,16 +58,12 @@ class Policy:
             Job(role=f"train-{name}", tasks=[SPEC]),
             engine_kwargs={"model": model, "lr": 1e-2, "lora": {"alpha": 8.0, **lora}},
         )
-        engine, fields, placed = (
-            ("helmsman.engines.shared_base.another_policy", {}, {"target": beside})
-            if beside
-            else (
-                "helmsman.engines.rollout.HFRolloutEngine",
-                {"model": model, "max_concurrency": 8, "max_model_len": 2048},
-                None,
-            )
-        )
-        strategy = SchedulingStrategy(**({"type": "colocation", **placed} if placed else {}))
+        engine = "helmsman.engines.rollout.HFRolloutEngine"
+        fields = {"model": model, "max_concurrency": 8, "max_model_len": 2048}
+        strategy = SchedulingStrategy()
+        if beside:
+            engine, fields = "helmsman.engines.shared_base.another_policy", {}
+            strategy = SchedulingStrategy(type="colocation", target=beside)
         self.rollout = RolloutController(
             scheduler,
             engine,
@@ -101,6 +98,12 @@ class Policy:
             (each.id for each in self.rollout.workers), self.train.get_version()
         )
         assert self.rollout.versions() == expected
+
+    def require_versions(self) -> None:
+        """Require that requests in flight have ended, under versions that only grow."""
+        for result in [future.result(120) for future in self.long]:
+            assert len(result.token_ids) == 1500
+            assert result.versions == sorted(result.versions)
 
 
 @pytest.fixture(params=[POLICY])
@@ -142,20 +145,16 @@ def test_policies_with_trainers_of_their_own(
             GroupCallError, match="a whole model would change the base .*adapters=T"
         ):
             each.sync(ViaMemory(), adapters=False).push()
-    one.sync(ViaMemory()).push()
-    other.sync(ViaMemory()).push()
     for each in policies:
+        each.sync(ViaMemory()).push()
         each.require_the_trainers()
+        each.require_versions()
 
 
 def test_killed_instance_brings_back_both(
     policies: list[Policy], engines_scheduler: Scheduler
 ) -> None:
     """The first role restarts the process once, and each policy its engine with its adapter."""
-
-    def pids() -> dict[str, int]:
-        return {id_: pid_of(engines_scheduler, id_) for id_ in ("first/0", "first/1")}
-
     one, other = policies
     one.learn(1, ViaMemory())
     for seed in (2, 3):
@@ -163,20 +162,24 @@ def test_killed_instance_brings_back_both(
     for each in policies:
         each.long += [each.rollout.submit(PROMPT, LONG) for _ in range(4)]
     for killed in (["first/0"], ["first/1"], ["first/0", "first/1"]):
-        old = {id_: kill(engines_scheduler, id_) for id_ in killed}
-        wait_until(
-            lambda old=old: not old.items() & pids().items() and all(pids().values()), "restarts"
-        )  # type: ignore[misc]
-        new = pids()
+        new = restarted(engines_scheduler, *killed)
         for each in policies:
-            wait_until(lambda each=each: all_serve(each.rollout), "all serve again", 60.0)  # type: ignore[misc]
+            wait_until(functools.partial(all_serve, each.rollout), "all serve again", 60.0)
             each.require_the_trainers()
-        assert pids() == new
+        assert {id_: pid_of(engines_scheduler, id_) for id_ in new} == new
     for each in policies:
-        for future in each.long:
-            result = future.result(120)
-            assert len(result.token_ids) == 1500
-            assert result.versions == sorted(result.versions)
+        each.require_versions()
+
+
+def restarted(scheduler: Scheduler, *worker_ids: str) -> dict[str, int]:
+    """Kill workers, and wait for their new processes; return their pids."""
+    old = {id_: kill(scheduler, id_) for id_ in worker_ids}
+
+    def new() -> dict[str, int]:
+        return {id_: pid_of(scheduler, id_) for id_ in worker_ids}
+
+    wait_until(lambda: not old.items() & new().items() and all(new().values()), "they restart")
+    return new()
 
 
 SLOW = SupervisionPolicy(probe_every_s=100.0, suspect_s=200.0, dead_s=300.0, restart_pause_s=0.1)
@@ -190,12 +193,7 @@ def test_restart_that_a_policy_finds_by_a_request(
     one, other = policies
     other.train.train_batch([{"input_ids": random_tokens(20, seed=1)}] * 2, "sft")
     other.sync(ViaMemory()).push()
-    for worker_id in ("first/0", "first/1"):
-        old = kill(engines_scheduler, worker_id)
-        wait_until(
-            lambda id_=worker_id, old=old: pid_of(engines_scheduler, id_) not in (0, old),  # type: ignore[misc]
-            "it restarts",
-        )
+    restarted(engines_scheduler, "first/0", "first/1")
     wait_until(lambda: all_serve(one.rollout), "the first role serves again", 60.0)
     assert len(other.rollout.generate([PROMPT] * 4, SHORT)) == 4
     wait_until(lambda: all_serve(other.rollout), "the second one, too", 60.0)
