@@ -154,7 +154,7 @@ class Instances(RoleController):
             try:
                 return await self.build([worker_id])
             # An engine that exists is the lost one: the owner has not ended its process yet.
-            except (WorkerFailedError, EngineExistsError, EngineCallError) as error:
+            except (*_GONE, EngineExistsError, EngineCallError) as error:
                 is_new = isinstance(error, EngineCallError)
                 limit_s = limits.start_s + is_new * limits.create_engine_s
                 may_come = reuses and (is_death(error) or not is_new)
