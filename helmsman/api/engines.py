@@ -449,6 +449,17 @@ class InferenceEngine(abc.ABC):
             "another engine in turns"
         )
 
+    def beside(self) -> InferenceEngine:
+        """Return the engine of another policy on this engine's base model, already running.
+
+        Optional. The other policy has its own adapter, weight version and requests.
+
+        Raises:
+            EngineDeadError: This engine is not running.
+            ValueError: The base model cannot be shared.
+        """
+        raise NotImplementedError(f"{type(self).__name__} serves one policy: it has no beside()")
+
     def failure(self) -> str | None:
         """Return why this engine cannot serve although its worker is alive; None if it can.
 

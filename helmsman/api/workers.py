@@ -276,6 +276,8 @@ class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
     """Leased ports (``SchedulingSpec.port_count``), for its engines to bind."""
     nodes: InstanceNodes | None = None
     """The nodes of its instance; None where the scheduler places an instance on one node."""
+    engines: Mapping[str, Any] = {}
+    """The worker's engines so far, by name."""
 
 
 _current: ContextVar[WorkerContext | None] = ContextVar("helmsman_worker_context", default=None)

@@ -26,6 +26,7 @@ from helmsman.engines._models.model import build_model, max_positions, resolve_d
 from helmsman.engines._serving.generation import check_request, check_samples_of_one
 from helmsman.engines._weights.model_folder import check_model_folder
 from helmsman.engines.rollout_config import RolloutConfig
+from helmsman.engines.shared_base import SharedBase
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class HFRolloutEngine(InferenceEngine):
         self._vocab_size = 0
         self._max_len, self._limit = self.config.max_model_len, "max_model_len"
         self._destroyed = False
+        self._base = SharedBase(self)
 
     def initialize(self) -> None:
         """Build the model on this instance's device and start decoding; the weights are version 0.
@@ -81,9 +83,11 @@ class HFRolloutEngine(InferenceEngine):
                 positions,
             )
             self._max_len, self._limit = positions, "max_position_embeddings of the model"
-        batch = DecodeBatch(
-            model, num_slots=self.config.max_concurrency, max_len=self._max_len, device=device
-        )
+        self._start(model)
+
+    def _start(self, model: Any) -> None:
+        slots = self.config.max_concurrency
+        batch = DecodeBatch(model, num_slots=slots, max_len=self._max_len, device=model.device)
         self._vocab_size = batch.vocab_size
         self._loop = DecodeLoop(
             model,
@@ -91,7 +95,21 @@ class HFRolloutEngine(InferenceEngine):
             max_len=self._max_len,
             max_prefill_tokens=self.config.max_prefill_tokens,
             version=0,
+            base=self._base,
         )
+
+    def beside(self) -> HFRolloutEngine:
+        """Return the engine of another policy, with the same parameters and a cache of its own.
+
+        Raises:
+            RuntimeError: This engine is not running.
+            ValueError: It has received a whole model, or was asleep.
+            torch.OutOfMemoryError: The device has too little free memory for another cache.
+        """
+        loop = self._running()
+        other: HFRolloutEngine = self._base.beside(self)
+        other._start(loop.share().result())
+        return other
 
     def _running(self) -> DecodeLoop:
         if self._loop is None:
@@ -211,6 +229,7 @@ class HFRolloutEngine(InferenceEngine):
             TimeoutError: The running step did not end within ``close_timeout_s``.
         """
         self._destroyed = True
+        self._base.leave(self)
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.close(self.config.close_timeout_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -45,6 +46,7 @@ from helmsman.engines._serving.generation import check_level, check_samples_of_o
 from helmsman.engines._serving.requests import Attempt, Requests
 from helmsman.engines._weights.fit import Expected, vocab_size_of
 from helmsman.engines._weights.group import WeightGroup
+from helmsman.engines.shared_base import SharedBase
 from helmsman.engines.weights import base_is_gone, base_is_random, partial_update
 
 log = logging.getLogger(__name__)
@@ -96,6 +98,7 @@ class ServerEngine(InferenceEngine):
         self._adapters: TrainedAdapters | None = None
         """By their names on the server, which are those of their folders in the exchange folder."""
         self._adapter_numbers = itertools.count(1)
+        self._base = SharedBase(self)
         self._has_base = not has_random_weights(self.config.args)
         """Whether the weights below adapters are those of the folder or of an update."""
         self._is_destroyed = False
@@ -183,15 +186,34 @@ class ServerEngine(InferenceEngine):
             has_ended=has_ended,
             lost=lost,
         )
-        self._requests = Requests(
-            self._read,
+        self._make_requests = functools.partial(
+            Requests,
             has_ended=has_ended,
             max_model_len=model.get("max_model_len"),
             vocab_size=vocab_size_of(self.config.model),
             samples_together=self._dialect.samples_together,
             forget=self._forget,
         )
+        self._requests = self._make_requests(self._read)
         self._adapters = TrainedAdapters(self._requests, self._unload)
+
+    def beside(self) -> ServerEngine:
+        """Return the engine of another policy on the server, with adapters and requests of its own.
+
+        It is a copy with the same client and lock. Meanwhile the state of both does not change.
+
+        Raises:
+            RuntimeError: This engine is not running.
+            ServerLostError: The server has ended.
+            ValueError: The server is asleep, has received a whole model, or has no room for the
+                adapters of another policy.
+        """
+        self._running().require_server()
+        other: ServerEngine = self._base.beside(self, self.config.max_loras)
+        other._process, other._group, other._locks = None, None, contextlib.ExitStack()
+        other._requests = self._make_requests(other._read, policy=f"-{next(self._adapter_numbers)}")
+        other._adapters = TrainedAdapters(other._requests, self._unload)
+        return other
 
     def destroy(self) -> None:
         """Stop the server, within ``stop_timeout_s`` and a few seconds. Idempotent.
@@ -225,7 +247,10 @@ class ServerEngine(InferenceEngine):
     async def _leave(self, client: http.ServerClient, requests: Requests) -> None:
         await requests.abort(None)
         self._client = None
-        await client.close()
+        if (first := self._base.leave(self)) is None:
+            await client.close()
+        elif self._adapters is not None and first._adapters is not None:
+            await self._adapters.end(first._adapters)
 
     def get_version(self) -> int:
         """Return the weight version that is served; 0 before initialize()."""
@@ -406,6 +431,7 @@ class ServerEngine(InferenceEngine):
                 if is_adapter:
                     await adapters.serve(await self._load_adapter(path, version), version)
                     return version
+                self._base.change()
                 async with self._paused(requests):
                     self._on(WeightEvent.TORN)
                     try:
@@ -507,6 +533,7 @@ class ServerEngine(InferenceEngine):
         """
         requests = self._served()
         check_level(level)
+        self._base.change("sleep()")
         if not self.config.sleep:
             raise RuntimeError(
                 "this server was started without support for sleep; set ServerConfig.sleep"

@@ -7,6 +7,7 @@ thread, so calls may come from any loop or thread, and health checks are answere
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -120,6 +121,20 @@ class VLLMEngine(InferenceEngine):
             self._end_loop()
             raise
 
+    def beside(self) -> VLLMEngine:
+        """Return the engine of another policy, with adapters and requests of its own.
+
+        Raises:
+            RuntimeError: This engine is not running.
+            EngineDeadError: vLLM's processes have ended.
+            ValueError: vLLM is asleep, has received a whole model, or has no room for the adapters
+                of another policy.
+        """
+        other = copy.copy(self)
+        other._instance = self._begin(lambda instance: instance.beside()).result()
+        other._thread = None
+        return other
+
     def _span_nodes(self, arguments: dict[str, Any]) -> list[str]:
         """Add the arguments of an instance on several nodes; return the nodes' addresses."""
         nodes = instance_nodes()
@@ -148,7 +163,10 @@ class VLLMEngine(InferenceEngine):
         """
         self._destroyed = True
         instance, self._instance = self._instance, None
-        if instance is None or self._loop is None:
+        if instance is None or self._loop is None or not self._loop.is_running():
+            return
+        if self._thread is None:  # a policy beside another
+            asyncio.run_coroutine_threadsafe(instance.close(), self._loop).result()
             return
         late = threading.Timer(self.config.close_timeout_s, instance.kill)
         late.daemon = True

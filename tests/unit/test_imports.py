@@ -54,6 +54,7 @@ LAYERS = {
             "losses",
             "memory",
             "rollout_config",
+            "shared_base",
             "train_config",
             "vllm_config",
         },

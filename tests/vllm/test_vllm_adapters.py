@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -17,12 +19,21 @@ from helmsman.engines.vllm_engine import VLLMEngine
 from helmsman.engines.weights import PartialWeightUpdateError
 from tests.vllm.vllm_adapters import (
     RANK,
+    merge,
     merged_model,
     require_switches,
     sent,
     write_peft,
 )
-from tests.vllm.vllm_models import ENGINE, LLAMA, differences, folder_of, model_of, weights_of
+from tests.vllm.vllm_models import (
+    ENGINE,
+    LLAMA,
+    MAX_LEN,
+    differences,
+    folder_of,
+    model_of,
+    weights_of,
+)
 from tests.vllm.vllm_served import Fatal, Served, broadcast, hand_over, require_the_trainers
 
 pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
@@ -75,6 +86,51 @@ async def test_adapter_replaced_by_name(served: Served, tmp_path: Path) -> None:
     await require_the_trainers(
         served, "an adapter replaced in its folder, whose keys and values are not found again"
     )
+
+
+async def test_policies_on_one_engine(served: Served, tmp_path: Path) -> None:
+    """Two policies get updates in each way, with requests of both in flight."""
+    base = model_of(LLAMA, seed=1)
+    await served.engine.use_lora()
+    policies = [Served(served.engine, base), Served(served.engine.beside(), base)]
+    with pytest.raises(ValueError, match="max_loras is 2 for 3 policies; expected the sum of the"):
+        served.engine.beside()
+    long = SamplingParams(temperature=0.0, max_new_tokens=MAX_LEN - 8)
+    begun = [[await each.begun(each.request([7, 8, 9], long))] for each in policies]
+    models: list[list[Any]] = [[base], [base]]
+    for number, bring in enumerate((in_memory, broadcast, broadcast), 1):
+        for index, policy in enumerate(policies):
+            folder = write_peft(base, 40 + 10 * index + number, tmp_path / f"{index}-{number}")
+            policy.model = merge(base, folder)
+            models[index].append(policy.model)
+            version = number * (1 + 9 * index)
+            await bring(policy, policy.model, version, sent(folder))
+            begun[index].append(await policy.begun(policy.request([7, 8, 9], long)))
+    for index, policy in enumerate(policies):
+        await require_the_trainers(policy, f"policy {index}")
+        results = await asyncio.gather(*begun[index])
+        for number, (model, result) in enumerate(zip(models[index], results, strict=True)):
+            assert set(result.versions) == {number * (1 + 9 * index)}
+            assert differences(model, [[7, 8, 9]], [result]).max() < 1e-3
+    whole, other = model_of(LLAMA, seed=30), policies[1].engine
+    for policy in policies:
+        for bring in (in_memory, broadcast):
+            with pytest.raises(ValueError, match="a whole model would change the base model of "):
+                await bring(policy, whole, 99, weights_of(whole))
+        with pytest.raises(ValueError, match=r"^sleep\(\) would change the base model of this in"):
+            await policy.engine.sleep()
+        await require_the_trainers(policy, "after what was refused")
+    ended = await policies[1].begun(policies[1].request([7, 8, 9], long))
+    other.destroy()
+    assert (await ended).stop_reason == "abort"
+    with pytest.raises(RuntimeError, match="the rollout engine is not running"):
+        await other.agenerate(served.request([3]))
+    served.model = models[0][-1]
+    await require_the_trainers(served, "the first policy, alone")
+
+
+async def in_memory(served: Served, model: Any, version: int, tensors: Any) -> None:
+    await served.engine.update_weights(tensors, version)
 
 
 async def test_trained_adapter(served: Served, tmp_path: Path) -> None:

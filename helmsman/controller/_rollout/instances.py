@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from helmsman._base.event_loop import run_sync
 from helmsman.api.errors import (
     EngineCallError,
     EngineDeadError,
+    EngineExistsError,
+    EngineNotFoundError,
     HelmsmanError,
     InstanceLostError,
     InvalidSpecError,
@@ -28,6 +31,11 @@ from helmsman.controller._rollout.health import Health, HealthEvent, Supervision
 from helmsman.controller._rollout.request import Instance, InstanceStats, RolloutStats
 from helmsman.controller._rollout.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._rollout.supervisor import Supervisor
+
+_GONE = (WorkerFailedError, EngineNotFoundError)
+"""Errors of an engine whose process has ended; another role may have restarted the worker since."""
+_LOOK_EVERY_S = 0.25
+"""Time between attempts to build an engine in a worker that another role restarts."""
 
 
 class Nap:
@@ -129,14 +137,30 @@ class Instances(RoleController):
             super()._delete_workers(cause)
 
     async def restart(self, worker_id: str) -> None:
-        """Replace the process of a worker, and make its engine ready."""
-        if self._lender is None:
-            await run_in_new_thread(self.scheduler.restart_worker, worker_id)
-        else:
+        """Replace the process of a worker, and make its engine ready.
+
+        A role that reuses the workers of another one waits until that has restarted them.
+        """
+        strategy, limits = self.job.scheduling_strategy, self.scheduler.timeouts
+        reuses = self._lender is None and strategy.type == "colocation" and not strategy.fork
+        if self._lender is not None:
             ids = [worker.id for worker in self._lender.workers]
             await run_in_new_thread(self._lender.restart, ids.index(worker_id))
-        await self.look()
-        await self.build([worker_id])
+        elif not reuses:
+            await run_in_new_thread(self.scheduler.restart_worker, worker_id)
+        begun = time.monotonic()
+        while True:
+            await self.look()
+            try:
+                return await self.build([worker_id])
+            # An engine that exists is the lost one: the owner has not ended its process yet.
+            except (*_GONE, EngineExistsError, EngineCallError) as error:
+                is_new = isinstance(error, EngineCallError)
+                limit_s = limits.start_s + is_new * limits.create_engine_s
+                may_come = reuses and (is_death(error) or not is_new)
+                if not may_come or time.monotonic() > begun + limit_s:
+                    raise
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def check_resizable(self, field: str, value: Any) -> None:
         """Raise InvalidSpecError if the number of workers is fixed."""
@@ -280,7 +304,7 @@ class Instances(RoleController):
             return await self.scheduler.async_call_engine(
                 worker_id, method, self.engine_name, *args, rpc_timeout=timeout, **kwargs
             )
-        except (WorkerFailedError, EngineCallError) as error:
+        except (*_GONE, EngineCallError) as error:
             # error.worker_id is not compared: with colocation, the process that died may have an id
             # of another role.
             if is_death(error) and self.num_builds[worker_id] == build:
@@ -346,7 +370,7 @@ class Instances(RoleController):
         """Call an engine for the request queue; raises InstanceLostError for a death."""
         try:
             return await self.ask(instance_id, method, argument, timeout=timeout)
-        except WorkerFailedError as error:
+        except _GONE as error:
             raise _lost(instance_id, str(error)) from error
         except EngineCallError as error:
             if isinstance(error.__cause__, EngineDeadError):
@@ -374,7 +398,7 @@ def _check_lender(lender: StartedRole, has_engine_arguments: bool) -> None:
 
 def is_death(error: Exception) -> bool:
     """Return whether an error means that the worker, or a process of its engine, has died."""
-    return isinstance(error, WorkerFailedError) or isinstance(error.__cause__, EngineDeadError)
+    return isinstance(error, _GONE) or isinstance(error.__cause__, EngineDeadError)
 
 
 def _lost(instance_id: str, reason: str) -> InstanceLostError:

@@ -8,6 +8,7 @@ exactly once:
 
 from __future__ import annotations
 
+import copy
 import logging
 import secrets
 import threading
@@ -24,9 +25,12 @@ from helmsman.api.platforms import current_platform
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
 from helmsman.engines._hf.decode_batch import DecodeBatch
+from helmsman.engines._models.adapter_files import is_adapter_in_files
+from helmsman.engines._models.adapter_layers import detach_all
 from helmsman.engines._serving.generation import Generation, already_in_flight, check_level
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.host_swap import HostSwap
+from helmsman.engines.shared_base import SharedBase
 from helmsman.engines.weight_transfer import incoming
 from helmsman.engines.weights import PartialWeightUpdateError, apply_weights
 
@@ -71,8 +75,9 @@ class DecodeLoop:
         max_len: int,
         max_prefill_tokens: int,
         version: int,
+        base: SharedBase,
     ) -> None:
-        self._model = model
+        self._model, self._base = model, base
         self._batch = batch
         self._max_len = max_len
         self._max_prefill_tokens = max_prefill_tokens
@@ -150,6 +155,10 @@ class DecodeLoop:
 
     def wake(self, weights_only: bool) -> Future[None]:
         return self._command(lambda: self._wake(weights_only))
+
+    def share(self) -> Future[nn.Module]:
+        """Return a copy of the model that has the same parameters, and no adapters."""
+        return self._command(self._share)
 
     def close(self, timeout_s: float) -> None:
         """End all requests as aborted, and the thread. Idempotent.
@@ -299,6 +308,7 @@ class DecodeLoop:
 
     def _sleep(self, level: int) -> None:
         check_level(level)
+        self._base.change("sleep()")
         with self._changed:
             if self._ids:
                 raise RuntimeError(
@@ -323,6 +333,12 @@ class DecodeLoop:
             current_platform.empty_cache()
             raise
 
+    def _share(self) -> nn.Module:
+        shared = {id(each): each for each in (*self._model.parameters(), *self._model.buffers())}
+        model = copy.deepcopy(self._model, shared)
+        detach_all(model)
+        return model
+
     def _update_weights(self, weights: Weights, version: int) -> int:
         if not self.state.has_weight_memory:
             raise RuntimeError(
@@ -331,6 +347,8 @@ class DecodeLoop:
             )
         try:
             with incoming(weights, self._weight_group) as arriving:
+                if not is_adapter_in_files(arriving.shapes):
+                    self._base.change()
                 apply_weights(self._model, arriving, is_whole=self.state.is_whole)
         except PartialWeightUpdateError:
             self.state = self.state.after(WeightEvent.TORN)

@@ -47,3 +47,11 @@ class TrainedAdapters:
         for old in [each for each in self._loaded if id(each) not in used]:
             self._loaded = [each for each in self._loaded if each is not old]
             await self._unload(old)
+
+    async def end(self, heir: TrainedAdapters) -> None:
+        """End all requests as aborted; the next update of ``heir`` unloads the adapters.
+
+        Until then the server may compute with them.
+        """
+        await self._requests.abort(None)
+        heir._loaded += self._loaded

@@ -23,7 +23,7 @@ class Attempt:
     same request.
     """
 
-    def __init__(self, generations: Sequence[Generation], number: int) -> None:
+    def __init__(self, generations: Sequence[Generation], number: str) -> None:
         self.generations = generations
         self.request_id = f"{generations[0].request.request_id}.{number}"
         self.has_ended: set[int] = set()
@@ -59,6 +59,7 @@ class Requests:
         samples_together: Whether one attempt may have several samples, if they have no seeds.
         forget: Called when an attempt is closed, for servers that do not react to a closed
             connection.
+        policy: Distinguishes the attempts from those of another policy on the server.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class Requests:
         vocab_size: int | None,
         samples_together: bool = False,
         forget: Callable[[Attempt], Awaitable[None]] | None = None,
+        policy: str = "",
     ) -> None:
+        self._policy = policy
         self._read, self._forget, self._has_ended = read, forget, has_ended
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
         self._samples_together = samples_together
@@ -215,7 +218,7 @@ class Requests:
             )
         if are_over():
             return
-        attempt = Attempt(generations, self._num_attempts)
+        attempt = Attempt(generations, f"{self._num_attempts}{self._policy}")
         self._num_attempts += 1
         self._attempts.add(attempt)
         attempt.reading = asyncio.ensure_future(self._read(attempt))

@@ -24,6 +24,7 @@ from helmsman.engines._serving.requests import Attempt, Requests
 from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.nodes import OtherNodes
 from helmsman.engines._vllm.transfer import VLLMTransfer
+from helmsman.engines.shared_base import SharedBase
 from helmsman.engines.vllm_config import VLLMConfig
 from helmsman.engines.weights import (
     PartialWeightUpdateError,
@@ -51,19 +52,14 @@ class VLLMInstance:
         self._others = others
         self.failure: str | None = None
         """Why vLLM can no longer serve; None while it can."""
-        self.requests = Requests(
-            self._read,
-            has_ended=lambda: self.failure is not None,
-            max_model_len=config.max_model_len,
-            vocab_size=vocab_size,
-        )
+        self._vocab_size = vocab_size
+        self._base = SharedBase(self)
         self._llm: Any = None
         self._children: list[Any] = []
         self._lora_numbers = itertools.count(1)
         self._folder_numbers = itertools.count(1)
         self._one_change = asyncio.Lock()
         """Serializes changes of weights, adapters and sleep."""
-        self._transfer = VLLMTransfer(config.model, config.bucket_bytes)
         self._num_updates = 0
         self._freezes = config.in_flight != "recompute"
         self._is_frozen = False
@@ -72,8 +68,6 @@ class VLLMInstance:
         self._adapter = config.adapter
         self._has_base = config.load_format != "dummy"
         """Whether the weights below adapters are those of the folder or of an update."""
-        self._trained = TrainedAdapters(self.requests, self._unload_trained)
-        """Used when no loaded adapter is chosen."""
         self._folders = (
             tempfile.TemporaryDirectory(prefix="helmsman-adapters-")
             if config.max_lora_rank
@@ -83,6 +77,32 @@ class VLLMInstance:
         self._died: asyncio.Event = asyncio.Event()
         self._cache_usage = 0.0
         self._num_prefilled = self._num_looked_up = self._num_hit = 0
+        self._open_policy()
+
+    def _open_policy(self, name: str = "") -> None:
+        self.requests = Requests(
+            self._read,
+            has_ended=lambda: self.failure is not None,
+            max_model_len=self.config.max_model_len,
+            vocab_size=self._vocab_size,
+            policy=name,
+        )
+        self._transfer = VLLMTransfer(self.config.model, self.config.bucket_bytes, name)
+        self._trained = TrainedAdapters(self.requests, self._unload_trained)
+        """Used when no loaded adapter is chosen."""
+
+    async def beside(self) -> VLLMInstance:
+        """Return another policy on vLLM, with adapters and requests of its own.
+
+        It is a copy with the same client and lock. Meanwhile the state of both does not change.
+        """
+        async with self._one_change:
+            self._require_life()
+            other: VLLMInstance = self._base.beside(self, self.config.max_loras)
+            other._adapter, other._adapters = "", {}
+            other._open_policy(f"-{next(self._lora_numbers)}")
+            other._watch = asyncio.get_running_loop().create_task(other._look_after())
+            return other
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -158,6 +178,9 @@ class VLLMInstance:
         """
         if self._watch is not None:
             self._watch.cancel()
+        if (first := self._base.leave(self)) is not None:
+            await self._trained.end(first._trained)
+            return
         self.failure = self.failure or "it was destroyed"
         await self.requests.abort(None)
         await self.requests.until_ended()
@@ -293,10 +316,11 @@ class VLLMInstance:
             self.requests.hold()
             try:
                 await self._stop_decoding()
-                folder = self._new_folder(version)
-                if await self._transfer.carry(weights, self._on_all_ranks, folder):
+                folder, is_shared = self._new_folder(version), len(self._base.policies) > 1
+                if await self._transfer.carry(weights, self._on_all_ranks, folder, is_shared):
                     await self._take_adapter(folder, version)
                     return version
+                self._base.change()
                 if not self.state.is_whole:
                     await self._restore_adapters()
             except PartialWeightUpdateError:
@@ -379,6 +403,7 @@ class VLLMInstance:
     async def sleep(self, level: int) -> None:
         async with self._one_change:
             self._require_life()
+            self._base.change("sleep()")
             if num := len(self.requests.generations):
                 raise RuntimeError(
                     f"{num} requests are in flight; abort them, or let them end, before sleep()"

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -45,17 +45,20 @@ class VLLMTransfer:
     """Loads weights on all ranks of an instance, while it decodes nothing.
 
     ``model`` is the folder that defines the accepted names and shapes. At most ``bucket_bytes``
-    pass through shared memory at once.
+    pass through shared memory at once. Each ``policy`` is in weight-sync groups of its own.
     """
 
-    def __init__(self, model: str, bucket_bytes: int) -> None:
-        self._model, self._bucket_bytes = model, bucket_bytes
+    def __init__(self, model: str, bucket_bytes: int, policy: str = "") -> None:
+        self._model, self._bucket_bytes, self._policy = model, bucket_bytes, policy
         self._forms: list[Expected] = []
 
-    async def carry(self, weights: Weights, call: Call, folder: str) -> bool:
+    async def carry(
+        self, weights: Weights, call: Call, folder: str, is_shared: bool = False
+    ) -> bool:
         """Load these weights on every rank, or write an adapter to ``folder``, if it is not ''.
 
-        Returns whether it was an adapter, which is not loaded yet.
+        Returns whether it was an adapter, which is not loaded yet. A base model that policies share
+        takes nothing else.
 
         Raises:
             ValueError: The weights do not fit; nothing has changed.
@@ -68,13 +71,12 @@ class VLLMTransfer:
         """
         if not self._forms:
             self._forms = await asyncio.to_thread(expected_of, self._model)
+        forms = [] if is_shared else self._forms
         if isinstance(weights, CollectiveTarget | DeviceTarget):
-            forms = msgspec.to_builtins(self._forms)
-            _require_done(
-                await call("helmsman_receive", msgspec.to_builtins(weights), forms, folder)
-            )
+            place, accepted = msgspec.to_builtins((weights, forms))
+            _require_done(await call("helmsman_receive", place, accepted, folder, self._policy))
             return os.path.isdir(folder)
-        arriving = await asyncio.to_thread(self._fitting, weights)
+        arriving = await asyncio.to_thread(_fitting, weights, forms)
         if is_adapter_in_files(arriving.shapes):
             await asyncio.to_thread(write_received, folder, arriving)
         elif isinstance(weights, WeightsOnDisk):
@@ -85,13 +87,6 @@ class VLLMTransfer:
 
     async def forget_adapters(self, call: Call) -> None:
         _require_done(await call("helmsman_forget_adapters"))
-
-    def _fitting(self, weights: Weights) -> Incoming:
-        with incoming(weights, WeightGroup(torch.device("cpu"))) as arriving:
-            # The result stays valid after the block, because these are not broadcasts.
-            if not is_adapter_in_files(arriving.shapes):
-                require_fit(self._forms, arriving.shapes)
-            return arriving
 
     async def _hand_over(self, arriving: Incoming, call: Call) -> None:
         has_begun = False
@@ -117,6 +112,14 @@ class VLLMTransfer:
                     "ViaCollective."
                 ) from error
             raise partial_update(error) from error
+
+
+def _fitting(weights: Weights, forms: Sequence[Expected]) -> Incoming:
+    with incoming(weights, WeightGroup(torch.device("cpu"))) as arriving:
+        # The result stays valid after the block, because these are not broadcasts.
+        if not is_adapter_in_files(arriving.shapes):
+            require_fit(forms, arriving.shapes)
+        return arriving
 
 
 @contextlib.contextmanager

@@ -73,20 +73,21 @@ class VLLMWorkerExtension:
         return _outcome(self.model_runner.reset_lora_state)
 
     def helmsman_receive(
-        self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]], folder: str
+        self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]], folder: str, policy: str
     ) -> Outcome:
         """Load all weights from a trainer's broadcasts, or from buffers on this rank's device.
 
         The first rank is a member of the weight-sync group and passes the weights on to the other
         ranks of this instance. With a socket for each rank, each one connects to its own. ``place``
         is a CollectiveTarget or a DeviceTarget and ``forms`` are Expected, as plain types. An
-        adapter is written to ``folder`` by the first rank, from where vLLM loads it.
+        adapter is written to ``folder`` by the first rank, from where vLLM loads it. Each
+        ``policy`` has groups of its own.
         """
         found: CollectiveTarget | DeviceTarget = msgspec.convert(
             place, CollectiveTarget | DeviceTarget
         )
         accepted = msgspec.convert(forms, list[Expected])
-        return _outcome(lambda: _loading_of(self).receive(found, accepted, folder))
+        return _outcome(lambda: _loading_of(self, policy).receive(found, accepted, folder))
 
 
 class _Loading:
@@ -264,9 +265,9 @@ def _outcome(work: Callable[[], None]) -> Outcome:
     return {}
 
 
-def _loading_of(worker: VLLMWorkerExtension) -> _Loading:
+def _loading_of(worker: VLLMWorkerExtension, policy: str = "") -> _Loading:
     # An extension has no constructor, and a class attribute would be shared between workers.
-    loading: _Loading | None = worker.__dict__.get("_helmsman_loading")
+    loading: _Loading | None = worker.__dict__.get(f"_helmsman_loading{policy}")
     if loading is None:
-        loading = worker.__dict__["_helmsman_loading"] = _Loading(worker)
+        loading = worker.__dict__[f"_helmsman_loading{policy}"] = _Loading(worker)
     return loading

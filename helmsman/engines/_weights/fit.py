@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from helmsman.engines._models.files import WeightFiles
 from helmsman.engines._weights.checkpoint_names import CheckpointNames
+from helmsman.engines.shared_base import shares_base
 
 _HEAD = "lm_head.weight"
 
@@ -108,7 +109,9 @@ def expected_of(folder: str) -> list[Expected]:
 
 
 def require_fit(forms: Sequence[Expected], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ValueError unless names and shapes match one of the forms."""
+    """Raise ValueError unless names and shapes match one of the forms; none of a shared model."""
+    if not forms:
+        raise shares_base("a whole model")
     problems = [_problems(form, shapes) for form in forms]
     if all(problems):
         raise ValueError(

@@ -59,6 +59,9 @@ class EngineRegistry:
     def add(self, name: str, engine: Any) -> None:
         self._engines[name] = engine
 
+    def by_name(self) -> dict[str, Any]:
+        return dict(self._engines)
+
     def types(self) -> dict[str, str]:
         """Return the class of each engine, by name."""
         return {name: type(engine).__qualname__ for name, engine in list(self._engines.items())}

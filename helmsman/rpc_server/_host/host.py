@@ -343,6 +343,7 @@ class EngineHost:
                 node=self.identity.node,
                 ports=self._ports.leased,
                 nodes=self._nodes,
+                engines=self._engines.by_name(),
             )
             with within(me):
                 made = self._run_engine_code(

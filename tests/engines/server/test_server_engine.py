@@ -654,6 +654,50 @@ async def test_adapters_and_sleep(dialect: str, tmp_path: Path) -> None:
         require_of(await engine.agenerate(asked("a", [3], 8)), [3], (3, 1.0))
 
 
+async def test_policies_on_one_server(dialect: str, tmp_path: Path) -> None:
+    """Each has its own versions and requests; ids may be the same."""
+    async with running(dialect, tmp_path, sleep=True, **ADAPTERS) as engine:
+        other = engine.beside()
+        tasks = await begun(engine, "a")
+        await engine.update_weights(adapter_of(0.125), 1)
+        assert await other.update_weights(adapter_of(0.5), 7) == 7
+        tasks += [asyncio.create_task(other.agenerate(asked("a", [1, 2])))]
+        tasks += await begun(engine, "b")
+        await until(lambda: num_tokens(other).get("a", 0) > 5)
+        await other.update_weights(adapter_of(1.0), 8)
+        await engine.update_weights(adapter_of(0.25), 2)
+        assert (engine.get_version(), other.get_version()) == (2, 8)
+        for policy in (engine, other):
+            with pytest.raises(ValueError, match="a whole model would change .*adapters=True"):
+                await policy.update_weights(tensors_of(1.0), 9)
+            with pytest.raises(ValueError, match=r"^sleep\(\) would change the base model of this"):
+                await policy.sleep()
+        require_of(await ended(engine, "a", tasks[0], 2), [1, 2], (0, 0.0))
+        assert await other.abort(["a"]) == 1
+        require_of(await tasks[1], [1, 2], (7, 0.5))
+        require_of(await ended(engine, "b", tasks[2], 0), [5], (1, 0.125))
+        samples = await other.agenerate_samples([asked(f"c#{each}", [3], 6) for each in range(2)])
+        for result in samples:
+            require_of(result, [3], (8, 1.0))
+        names = [each["request_id"] for each in generations(engine) if "request_id" in each]
+        assert len(set(names)) == len(names)
+        third = engine.beside()
+        with pytest.raises(ValueError, match=r"max_loras is 3 for 4 policies; expected the sum"):
+            engine.beside()
+        for policy in (other, third):
+            task = asyncio.create_task(policy.agenerate(asked("d", [1, 2])))
+            await until(lambda: server_has(engine, 1))
+            await asyncio.to_thread(policy.destroy)
+            assert (await task).stop_reason == "abort"
+            await until(lambda: server_has(engine, 0))
+        await engine.update_weights(adapter_of(0.5), 3)
+        assert [name.partition(".")[0] for name in loaded(engine)] == ["version-3"]
+        assert sorted(os.listdir(engine._exchange)) == loaded(engine)
+        await engine.update_weights(tensors_of(1.0), 9)
+        with pytest.raises(ValueError, match="has slept or received a whole model; start"):
+            engine.beside()
+
+
 # --- sleep ----------------------------------------------------------------------------------------
 
 
