@@ -175,7 +175,9 @@ def _told(
         return f"{key} is {entries}; expected {_BOUNDS[bound[1]].format(float(bound[2]))}"
     if reason.startswith("Invalid enum value"):
         reason += f"; expected {' or '.join(map(repr, _choices(kind, at)))}"
-    elif (found := re.search(r"unknown field `(.*)`", reason)) and not at:
+    elif found := re.search(r"unknown field `(.*)`", reason):
+        for name in re.findall(r"[a-z_]+", at):
+            kind = _section(typing.get_type_hints(kind)[name]) or kind
         reason += f"; {did_you_mean(found[1], kind.__struct_fields__)}"
     return f"{key}: {reason}" if key else reason
 
@@ -603,7 +605,8 @@ def _check_rewards(settings: GRPOSettings) -> None:
                 "agent.truncated_reward for the sessions of an agent"
             )
     found = "rewards[].weight is 0 for all" if names else "rewards is empty"
-    if not (names and is_rewarded) and (has_critic or not algorithm.teacher):
+    is_taught = algorithm.teacher and algorithm.teacher_coef and not has_critic
+    if not (names and is_rewarded) and not is_taught:
         raise ValueError(f"{found}; expected at least one, such as [exact], or an agent")
     if is_rewarded and settings.samples_per_prompt < 2 and not has_critic:
         raise ValueError(

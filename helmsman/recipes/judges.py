@@ -29,6 +29,8 @@ _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Ends of the names of architectures."""
 _OF_TEXT = ("parse", "max_new_tokens", "engine")
 """Settings of language models, which reward models do not have."""
+_THINKING = re.compile(r"(?s)^.*</think>|<think>.*")
+"""Text before a verdict, whose numbers are none; it may be cut off."""
 _MOST_KEPT = 4096
 """Number of newest texts whose answers are kept."""
 
@@ -46,8 +48,9 @@ class LastNumber:
             raise re.error("it has no group", pattern)
 
     def __call__(self, completion: str) -> float:
-        """Return the number; raise ValueError if there is none."""
-        found = [each[1] for each in self._re.finditer(completion)]
+        """Return the number after all thinking; raise ValueError if there is none."""
+        verdict = _THINKING.sub("", completion)
+        found = [each[1] for each in self._re.finditer(verdict)]
         try:
             return float(found[-1])
         except (IndexError, TypeError, ValueError):
@@ -142,11 +145,11 @@ class Judge:
             import jinja2.sandbox
 
         text = self.reward.prompt
-        text = Path(text).read_text(encoding="utf-8") if text.endswith(".jinja") else text
         jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
         try:
+            text = Path(text).read_text(encoding="utf-8") if text.endswith(".jinja") else text
             names = jinja2.meta.find_undeclared_variables(jinja.parse(text))
-        except jinja2.TemplateSyntaxError as error:
+        except (OSError, UnicodeError, jinja2.TemplateSyntaxError) as error:
             raise self._wrong("prompt", f"is no template: {error}", "one of Jinja") from error
         if "completion" not in names:
             raise self._wrong("prompt", f"is {text!r:.200}", "the answer in it: {{ completion }}")
@@ -295,7 +298,9 @@ class JudgeReward:
         result = await asyncio.shield(asyncio.wrap_future(asked))
         if self._parse is None:
             return self._judge.score(result.logprobs)
-        verdict = self._judge.tokenizer.decode(result.token_ids)
+        tokenizer = self._judge.tokenizer
+        begins = tokenizer.decode(ids[-16:]).rstrip().endswith("<think>")  # in the chat template
+        verdict = "<think>" * begins + tokenizer.decode(result.token_ids)
         try:
             (found,) = await self._parse([{**given, "completion": verdict}])
         except HelmsmanError as error:

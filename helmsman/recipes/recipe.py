@@ -160,9 +160,9 @@ class Recipe(abc.ABC, Generic[S]):
             self.dataset = self.load_data()
             found, prefix = distillation(self.settings)
             if found.teacher:
-                self.num_teacher_ids = check_teacher(
-                    found.teacher, self.settings.model, found.teacher_top_k, f"{prefix}teacher"
-                )
+                longest = min(self.settings.max_model_len, self.tokenizer.max_positions)
+                given, field = (found.teacher, self.settings.model), f"{prefix}teacher"
+                self.num_teacher_ids = check_teacher(*given, found.teacher_top_k, field, longest)
             self._is_loaded = True
 
     @contextlib.contextmanager
@@ -254,11 +254,12 @@ class Recipe(abc.ABC, Generic[S]):
                 f"{path} is not of this version of the recipe ({error}). Start again with "
                 f"--overwrite instead of --resume."
             ) from error
-        for name in self.fixed:
-            if getattr(before, name) != getattr(self.settings, name):
+        pairs = {name: (getattr(before, name), getattr(self.settings, name)) for name in self.fixed}
+        pairs["train.engine.lora"] = before.train.lora, self.settings.train.lora
+        for name, (value, now) in pairs.items():
+            if value != now:
                 raise ValueError(
-                    f"{name} is {getattr(before, name)!r} in the run to resume and "
-                    f"{getattr(self.settings, name)!r} now. "
+                    f"{name} is {value!r} in the run to resume and {now!r} now. "
                     "Leave it as it was, or start again with --overwrite instead of --resume."
                 )
         found = Checkpoints(out / "checkpoints", self.settings.checkpoints.keep).latest()

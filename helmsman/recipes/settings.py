@@ -502,6 +502,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     out: str = "runs/train"
     """Output folder, at the same path on every node."""
 
+    @property
+    def max_model_len(self) -> int:
+        """Maximum length of prompt plus answer in tokens."""
+        return self.data.max_tokens
+
 
 class SFTSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of supervised fine-tuning."""

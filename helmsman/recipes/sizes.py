@@ -277,9 +277,7 @@ def _tokens(
         kept = 12 * shape.hidden_size + 3 * (shape.intermediate_size or 4 * shape.hidden_size)
     per_token = width * shape.num_hidden_layers * kept + 8 * shape.vocab_size
     left = _USABLE * memory - state
-    longest = settings.data.max_tokens
-    if isinstance(settings, GRPOSettings):
-        longest = settings.max_model_len
+    longest = settings.max_model_len
     tokens = _power_of_two(left / per_token) if left > 0 else 1
     tokens = max(longest, min(_MOST_TOKENS, tokens))
     reason = (

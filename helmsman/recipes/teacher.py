@@ -67,8 +67,8 @@ class Teacher:
         return {"teacher/kl": total / max(1, count)}
 
 
-def check_teacher(folder: str, student: str, num_choices: int, field: str) -> int:
-    """Check that a teacher reads the student's tokens.
+def check_teacher(folder: str, student: str, num_choices: int, field: str, longest: int = 0) -> int:
+    """Check that a teacher reads the student's tokens, and as many of them.
 
     Models of a family may have other numbers of embeddings (Qwen2.5: 151,936 and 152,064), and a
     tokenizer more tokens at its end than the other, such as one for padding.
@@ -78,16 +78,23 @@ def check_teacher(folder: str, student: str, num_choices: int, field: str) -> in
         student: Folder of the student.
         num_choices: The setting ``<field>_top_k``.
         field: The setting with the teacher's folder.
+        longest: Maximum length of a sequence in tokens.
 
     Returns:
         The number of token ids that both models have.
 
     Raises:
         ValueError: The tokenizers differ, one is missing, the teacher has no embedding of a
-            student's token, or there are fewer ids than ``num_choices``.
+            student's token or too few positions, or there are fewer ids than ``num_choices``.
     """
     own, other = (FolderTokenizer(each).tokenizer.get_vocab() for each in (student, folder))
-    rows, rows_of_teacher = (model_limits(each)[0] for each in (student, folder))
+    rows, (rows_of_teacher, positions) = model_limits(student)[0], model_limits(folder)
+    if longest > positions:
+        raise ValueError(
+            f"{field}, {folder}, has {positions} positions, and a sequence may have {longest} "
+            "tokens; expected as many positions. Lower data.max_prompt_tokens and "
+            "rollout.max_new_tokens (or data.max_tokens in SFT), or give another teacher"
+        )
     last, last_of_teacher = max(own.values()), max(other.values())
     shared = 1 + min(last, last_of_teacher)
     if apart := [each for each in own.items() ^ other.items() if each[1] < shared]:

@@ -159,6 +159,18 @@ def test_load_origin_of_values(file: Path) -> None:
             "^--train.engine.learning_rate: .*unknown field `learning_rate`; did you mean 'lr'",
         ),
         (
+            ("train.engine.lora_rank", "16"),
+            "^--train.engine.lora_rank: .*unknown field `lora_rank`; did you mean 'lora'",
+        ),
+        (
+            ("train.engine.lora", '{"r": 16, "lora_alpha": 32}'),
+            "train.engine.lora: .*unknown field `r`; there are: rank, alpha, targets",
+        ),
+        (
+            ("train.engine.lora", '{"target_modules": ["q_proj"]}'),
+            "train.engine.lora: .*unknown field `target_modules`; did you mean 'targets'",
+        ),
+        (
             ("rewards", '[{"use": "exact"}, {"use": "exact"}]'),
             "run.toml with --rewards: two rewards are called 'exact'",
         ),

@@ -52,6 +52,8 @@ def judge_of(reward: Reward) -> Judge:
         (r"\[\[([-+.\d]+)\]\]", "so: [[-0.5]]", -0.5),
         (r'"score":\s*([\d.]+)', '{"reason": "5 of 9", "score": 4.5}', 4.5),
         (r"(?i)rating\D*(\d+)(/10)?", "RATING = 9/10", 9.0),
+        (r"Score: (\d+)", "<think>Score: 9? No.</think>\nScore: 2", 2.0),
+        (r"Score: (\d+)", "Score: 9? No.</think>\nScore: 2", 2.0),
     ],
 )
 def test_number_of_verdict(pattern: str, verdict: str, number: float) -> None:
@@ -64,6 +66,8 @@ def test_number_of_verdict(pattern: str, verdict: str, number: float) -> None:
         (r"Score: (\d+)", "I cannot say.", "[]"),
         (r"Score: (\S+)", "Score: 7/10", "['7/10']"),
         (r"(\d)?x", "x", "[None]"),
+        (r"Score: (\d+)", "<think>Perhaps Score: 9, but", "[]"),
+        (r"Score: (\d+)", "<think>Score: 9.</think> I cannot say.", "[]"),
     ],
 )
 def test_verdict_without_number(pattern: str, verdict: str, found: str) -> None:
@@ -120,6 +124,11 @@ def test_folder_without_a_model(tmp_path: Path) -> None:
             ".prompt is 'Rate {completion}', expected the answer in it: {{ completion }}",
         ),
         (LM, {**ASKED, "prompt": "{% if %}{{ completion }}"}, ".prompt is no template: Expected"),
+        (
+            LM,
+            {**ASKED, "prompt": "absent.jinja"},
+            ".prompt is no template: .*No such file .*'abs",
+        ),
         (LM, {**ASKED, "parse": ""}, r".parse is '' \(there is no reward ''; .*a regular express"),
         (LM, {**ASKED, "parse": r"Score: \d+"}, ".parse is .*, expected a regular expression with"),
         (LM, {**ASKED, "parse": r"Score: (?:\d)"}, r"\(it has no group"),
