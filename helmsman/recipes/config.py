@@ -176,9 +176,8 @@ def _told(
     if reason.startswith("Invalid enum value"):
         reason += f"; expected {' or '.join(map(repr, _choices(kind, at)))}"
     elif found := re.search(r"unknown field `(.*)`", reason):
-        for name in re.findall(r"[a-z_]+", at):
-            kind = _section(typing.get_type_hints(kind)[name]) or kind
-        reason += f"; {did_you_mean(found[1], kind.__struct_fields__)}"
+        of = _section(_hint(kind, at)) or kind
+        reason += f"; {did_you_mean(found[1], of.__struct_fields__)}"
     return f"{key}: {reason}" if key else reason
 
 
@@ -433,12 +432,17 @@ def _field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
     return docs
 
 
+def _hint(kind: Any, path: str) -> Any:
+    """Return the type of a setting, such as ``rewards[0].use``."""
+    for name, is_item in re.findall(r"(\w+)(\[\d+\])?", path):
+        kind = typing.get_type_hints(_section(kind) or kind)[name]
+        kind = typing.get_args(kind)[0] if is_item else kind
+    return kind
+
+
 def _choices(kind: Any, path: str) -> list[Any]:
     """Return the allowed values of a setting whose type is a Literal."""
-    for part in path.split("."):
-        name, is_item, _ = part.partition("[")
-        kind = typing.get_type_hints(kind)[name]
-        kind = typing.get_args(kind)[0] if is_item else kind
+    kind = _hint(kind, path)
     alternatives = [kind] if typing.get_origin(kind) is Literal else typing.get_args(kind)
     return [
         value
@@ -499,15 +503,11 @@ def _check_data(settings: RunSettings) -> None:
     shared_by = settings.train.model_parallel_size
     found, prefix = distillation(settings)
     for field in () if found.teacher else msgspec.structs.fields(found):
-        value = getattr(found, field.name)
+        key, value = f"{prefix}{field.name}", getattr(found, field.name)
         if field.name.startswith("teacher_") and value != field.default:
-            raise ValueError(
-                f"{prefix}{field.name} is {value}, and {prefix}teacher is empty; expected the "
-                "folder of a teacher"
-            )
-    ranks = {"cluster.train_workers": cluster.train_workers}
-    ranks[f"{prefix}teacher_workers"] = found.teacher_workers
-    for key, num in ranks.items():
+            raise ValueError(f"{key} is {value} without {prefix}teacher; expected both")
+    alone = f"{prefix}teacher_workers", found.teacher_workers
+    for key, num in ("cluster.train_workers", cluster.train_workers), alone:
         if shared_by < 1 or num % shared_by:
             raise ValueError(
                 f"train.engine has tensor_parallel_size x context_parallel_size of {shared_by}, "
@@ -539,19 +539,16 @@ def _check_cluster(settings: GRPOSettings) -> None:
                 "use 'collective' or 'disk'"
             )
     if cluster.devices_per_node and cluster.rollout_devices > 1 and rollout.engine == "hf":
-        raise ValueError(
-            f"cluster.rollout_devices is {cluster.rollout_devices}, and rollout.engine is 'hf', "
-            "which takes one; expected 1, or the engine 'vllm' or 'server'"
-        )
+        devices = f"cluster.rollout_devices is {cluster.rollout_devices}"
+        raise ValueError(f"{devices}; expected 1 with rollout.engine 'hf', or 'vllm' or 'server'")
     needed, total = cluster.train_workers, cluster.devices_per_node * cluster.num_nodes
     if cluster.placement == "separated" and not rollout.is_recorded:
         needed += cluster.rollout_instances * cluster.rollout_devices
     if (apart := devices_apart(settings)) and needed + sum(apart.values()) > total:
         taken = ", ".join(f"{key} is {num}" for key, num in apart.items())
         raise ValueError(
-            f"{taken}: devices shared with no other role, beside {needed} of trainer and rollout, "
-            f"expected at most {total} together (cluster.devices_per_node x num_nodes). Give "
-            "fewer; 0 devices run a judge on CPUs, and 0 workers a teacher beside the trainer"
+            f"{taken}, of devices that no other role has, beside {needed} of trainer and rollout; "
+            f"expected at most {total} together (cluster.devices_per_node x num_nodes)"
         )
     if cluster.placement == "colocated":
         num_devices = cluster.rollout_instances * cluster.rollout_devices

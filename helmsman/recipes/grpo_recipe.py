@@ -158,6 +158,9 @@ class GRPO(Recipe[GRPOSettings]):
         text, rollout = super().describe(), self.settings.rollout
         if rollout.record:
             text += f"\nrollouts: recorded in {self.settings.out}/rollouts"
+        is_rated = bool(self.settings.rewards) or self.settings.agent.is_given
+        if self.dataset.held_out and not is_rated:
+            text += "\nevaluations: none without rewards; one of weight 0 measures alone"
         if rollout.is_recorded:
             text += f"\nrollouts: those of {rollout.recorded}; without instances and evaluations"
         return text

@@ -575,8 +575,8 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def is_rewarded(self) -> bool:
         """Whether rewards count in training, and not a teacher alone."""
-        given = self.agent.is_given or self.algorithm.overlong_buffer
-        return bool(given) or any(each.weight for each in self.rewards)
+        others = self.agent.is_given or bool(self.algorithm.overlong_buffer)
+        return others or any(each.weight for each in self.rewards)
 
     @property
     def num_instances(self) -> int:
@@ -618,9 +618,9 @@ def devices_apart(settings: RunSettings) -> dict[str, int]:
     found, prefix = distillation(settings)
     apart = {f"{prefix}teacher_workers": found.teacher_workers}
     if isinstance(settings, GRPOSettings):
-        for index, each in enumerate(settings.rewards):
-            if each in settings.judges:
-                apart[f"rewards[{index}].instances x devices"] = each.instances * each.devices
+        for each in settings.judges:
+            at = f"rewards[{settings.rewards.index(each)}]"
+            apart[f"{at}.instances x devices"] = each.instances * each.devices
     return {key: num for key, num in apart.items() if num and settings.cluster.devices_per_node}
 
 

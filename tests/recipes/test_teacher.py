@@ -174,6 +174,7 @@ def test_answers_with_a_teacher(student: Path, tmp_path: Path) -> None:
     )
     for recipe in (sft, grpo):
         recipe.train()
+        assert "evaluations: none" not in recipe.describe(), "there is nothing held out"
         found = lines(Path(recipe.settings.out) / "metrics.jsonl")
         divergences = [row["teacher/kl"] for row in found if "teacher/kl" in row]
         assert len(divergences) == 4
@@ -204,3 +205,7 @@ def test_teacher_beside_the_trainer_without_rewards(student: Path, tmp_path: Pat
         GRPO(str(student), ["1"], rewards="exact", algorithm=algorithm, samples_per_prompt=1)
     recipe = GRPO(str(student), ["1"], rewards=[], algorithm=algorithm, out=str(tmp_path))
     assert [job.role for job in make_jobs(recipe.settings)] == ["train", "rollout", "teacher"]
+    held: dict[str, Any] = {"train": ["1"], "held_out": ["2"]}
+    recipe = GRPO(str(student), held, rewards=[], algorithm=algorithm, out=str(tmp_path))
+    recipe.load()
+    assert "evaluations: none without rewards; one of weight 0 measures alone" in recipe.describe()

@@ -136,9 +136,11 @@ def test_ppo_critic_killed(runs: Runs) -> None:
 
 
 def test_teacher_on_devices_of_its_own(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks, which do not sleep in turns, judge one answer per prompt as one beside does."""
+    """Two ranks, which do not sleep in turns, judge one answer per prompt as one beside does; one
+    that dies is rebuilt.
+    """
     flags = shlex.split(
-        "--steps 2 --rewards [] --samples_per_prompt 1 --cluster.placement colocated "
+        "--steps 4 --rewards [] --samples_per_prompt 1 --cluster.placement colocated "
         f"--cluster.env_vars.HELMSMAN_PLATFORM cpu --algorithm.teacher {runs.model} "
         "--algorithm.teacher_top_k 4"
     )
@@ -147,7 +149,9 @@ def test_teacher_on_devices_of_its_own(runs: Runs, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
         more = ["--algorithm.teacher_workers", workers, "--train.minibatches", "2"]
         process = runs.start(f"out{workers}", *flags, *more)
-        printed, _ = finish(process, runs.folder / f"out{workers}")
+        kills = [("teacher", 2)] if workers == "2" else []
+        printed, num_killed = finish(process, runs.folder / f"out{workers}", kills)
+        assert num_killed == len(kills)
         assert ("teacher (beside train)" in printed) == (workers == "0")
         found.append(runs.metrics(f"out{workers}")[1:])
     for one, other in zip(*found, strict=True):

@@ -92,13 +92,13 @@ def test_choose_groups_that_the_layouts_can_use(
 @pytest.mark.parametrize(
     ("cluster", "judge", "train", "message"),
     [
-        ({"devices_per_node": 8}, 8, {}, r"is 8: .* beside 2 of"),
-        ({"devices_per_node": 2}, 1, {"tensor_parallel_size": 2}, r"is 1: .* beside 2 of"),
+        ({"devices_per_node": 8}, 8, {}, r"is 8, .* beside 2 of"),
+        ({"devices_per_node": 2}, 1, {"tensor_parallel_size": 2}, r"is 1, .* beside 2 of"),
         (
             {"devices_per_node": 8, "placement": "colocated", "rollout_instances": 8},
             1,
             {},
-            r"is 1: .* beside 8 of",
+            r"is 1, .* beside 8 of",
         ),
     ],
 )
