@@ -518,6 +518,16 @@ def _check_data(settings: RunSettings) -> None:
                 "cluster.scheduler 'inline' runs one rank of each model, in the script's process; "
                 f"expected {key} 1, not {num}"
             )
+    needed, total = cluster.train_workers, cluster.devices_per_node * cluster.num_nodes
+    has_rollout = isinstance(settings, GRPOSettings) and not settings.rollout.is_recorded
+    if has_rollout and cluster.placement == "separated":
+        needed += cluster.rollout_instances * cluster.rollout_devices
+    if (apart := devices_apart(settings)) and needed + sum(apart.values()) > total:
+        taken = ", ".join(f"{key} is {num}" for key, num in apart.items())
+        raise ValueError(
+            f"{taken}, of devices that no other role has, beside {needed} of the other roles; "
+            f"expected at most {total} together (cluster.devices_per_node x num_nodes)"
+        )
     if cluster.scheduler != "ray" and cluster.num_nodes > 1:
         raise ValueError(
             f"cluster.num_nodes is {cluster.num_nodes}, which requires cluster.scheduler 'ray'"
@@ -541,15 +551,6 @@ def _check_cluster(settings: GRPOSettings) -> None:
     if cluster.devices_per_node and cluster.rollout_devices > 1 and rollout.engine == "hf":
         devices = f"cluster.rollout_devices is {cluster.rollout_devices}"
         raise ValueError(f"{devices}; expected 1 with rollout.engine 'hf', or 'vllm' or 'server'")
-    needed, total = cluster.train_workers, cluster.devices_per_node * cluster.num_nodes
-    if cluster.placement == "separated" and not rollout.is_recorded:
-        needed += cluster.rollout_instances * cluster.rollout_devices
-    if (apart := devices_apart(settings)) and needed + sum(apart.values()) > total:
-        taken = ", ".join(f"{key} is {num}" for key, num in apart.items())
-        raise ValueError(
-            f"{taken}, of devices that no other role has, beside {needed} of trainer and rollout; "
-            f"expected at most {total} together (cluster.devices_per_node x num_nodes)"
-        )
     if cluster.placement == "colocated":
         num_devices = cluster.rollout_instances * cluster.rollout_devices
         if cluster.takes_turns and num_devices != cluster.train_workers:

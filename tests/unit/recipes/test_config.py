@@ -299,9 +299,14 @@ def test_load_workers_of_a_teacher() -> None:
     with pytest.raises(ValueError, match=r"expected algorithm.teacher_workers 1, not 3"):
         settings(*teacher, ("cluster.scheduler", "inline"), ("cluster.train_workers", "1"))
     with pytest.raises(
-        ValueError, match=r"algorithm.teacher_workers is 3, .* beside 2 of trainer and rollout; exp"
+        ValueError, match=r"algorithm.teacher_workers is 3, .* beside 2 of the other roles; exp"
     ):
         settings(*teacher, ("cluster.devices_per_node", "4"), ("rollout.engine", "vllm"))
+    given = {"model": "m", "data": {"train": "t"}, "teacher": "t", "teacher_workers": 2}
+    with pytest.raises(
+        ValueError, match=r" teacher_workers is 2, .* beside 1 of the other roles; "
+    ):
+        config.load(SFTSettings, given={**given, "cluster": {"devices_per_node": 2}})
 
 
 def test_make_jobs_teacher_of_its_own() -> None:

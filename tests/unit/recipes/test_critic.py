@@ -22,7 +22,7 @@ class Ranks(TrainController):
 
 
 def test_columns_of_the_policy_are_left_out() -> None:
-    """Those of a teacher have k entries for each token."""
+    """A teacher's columns have k entries for each token."""
     ranks, own = Ranks(), {"input_ids": [1], "loss_mask": [1], "values": [0.0], "returns": [1.0]}
     of_policy = {"top_ids": [[1, 2]], "top_logprobs": [[0.0, -1.0]], "logprobs": [0.0]}
     found = CriticModel(ranks, settings()).train([{**own, **of_policy}])

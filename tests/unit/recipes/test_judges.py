@@ -208,7 +208,7 @@ def test_judge_takes_devices_of_its_own() -> None:
     one = ("cluster.devices_per_node", "1")
     with pytest.raises(
         ValueError,
-        match=r"rewards\[0\].instances x devices is 1, .* beside 4 of trainer and rollout; "
+        match=r"rewards\[0\].instances x devices is 1, .* beside 4 of the other roles; "
         r"expected at most 1 together \(cluster.devices_per_node x num_nodes\)",
     ):
         settings(("rewards", '[{"judge": "j"}]'), one)
