@@ -12,7 +12,7 @@ _MIN_PART = 3
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Return the most similar known names, best first: by spelling, abbreviation or substring.
+    """Return the most similar known names, best first: by beginning, abbreviation or spelling.
 
     Args:
         name: The unknown name.
@@ -25,6 +25,7 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     import difflib  # Needed for errors only.
 
     names = list(known)
+    begun = [each for each in names if name.startswith(f"{each}_")]
     close = difflib.get_close_matches(name, names, n=most)
     related = [each for each in names if _initials(name) == each or _initials(each) == name]
     parts = [
@@ -32,7 +33,7 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
         for each in names
         if min(len(each), len(name)) >= _MIN_PART and (each in name or name in each)
     ]
-    return list(dict.fromkeys([*related, *close, *parts]))[:most]
+    return list(dict.fromkeys([*begun, *related, *close, *parts]))[:most]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -24,13 +24,15 @@ from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.plain import plain
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.train_config import LOSS_NAMES, TrainConfig
-from helmsman.recipes.roles import ENGINES
+from helmsman.recipes.roles import ENGINES, unfit_adapters
 from helmsman.recipes.settings import (
     AGENT_REWARD,
     DPOSettings,
     GRPOSettings,
     Reward,
     RunSettings,
+    devices_apart,
+    distillation,
     name_of,
 )
 from helmsman.recipes.sizes import CHOSEN, SizeChoice, choose
@@ -119,7 +121,9 @@ def read(
         _set(entries, key, text, kind)
     full = _in_full(entries, kind)
     try:
-        settings, choices = choose(msgspec.convert(full, kind, strict=False), flat_keys(full))
+        settings = msgspec.convert(full, kind, strict=False)
+        _check_train(settings)  # sizes are derived from it
+        settings, choices = choose(settings, flat_keys(full))
         return resolve(settings), choices
     except msgspec.ValidationError as error:
         text = _told(error, kind, full)
@@ -171,8 +175,9 @@ def _told(
         return f"{key} is {entries}; expected {_BOUNDS[bound[1]].format(float(bound[2]))}"
     if reason.startswith("Invalid enum value"):
         reason += f"; expected {' or '.join(map(repr, _choices(kind, at)))}"
-    elif (found := re.search(r"unknown field `(.*)`", reason)) and not at:
-        reason += f"; {did_you_mean(found[1], kind.__struct_fields__)}"
+    elif found := re.search(r"unknown field `(.*)`", reason):
+        of = _section(_hint(kind, at)) or kind
+        reason += f"; {did_you_mean(found[1], of.__struct_fields__)}"
     return f"{key}: {reason}" if key else reason
 
 
@@ -427,12 +432,17 @@ def _field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
     return docs
 
 
+def _hint(kind: Any, path: str) -> Any:
+    """Return the type of a setting, such as ``rewards[0].use``."""
+    for name, is_item in re.findall(r"(\w+)(\[\d+\])?", path):
+        kind = typing.get_type_hints(_section(kind) or kind)[name]
+        kind = typing.get_args(kind)[0] if is_item else kind
+    return kind
+
+
 def _choices(kind: Any, path: str) -> list[Any]:
     """Return the allowed values of a setting whose type is a Literal."""
-    for part in path.split("."):
-        name, is_item, _ = part.partition("[")
-        kind = typing.get_type_hints(kind)[name]
-        kind = typing.get_args(kind)[0] if is_item else kind
+    kind = _hint(kind, path)
     alternatives = [kind] if typing.get_origin(kind) is Literal else typing.get_args(kind)
     return [
         value
@@ -491,19 +501,36 @@ def _check_data(settings: RunSettings) -> None:
             raise ValueError(f"{both}; expected one of them")
     cluster = settings.cluster
     shared_by = settings.train.model_parallel_size
-    if shared_by < 1 or cluster.train_workers % shared_by:
+    found, prefix = distillation(settings)
+    for field in () if found.teacher else msgspec.structs.fields(found):
+        key, value = f"{prefix}{field.name}", getattr(found, field.name)
+        if field.name.startswith("teacher_") and value != field.default:
+            raise ValueError(f"{key} is {value} without {prefix}teacher; expected both")
+    alone = f"{prefix}teacher_workers", found.teacher_workers
+    for key, num in ("cluster.train_workers", cluster.train_workers), alone:
+        if shared_by < 1 or num % shared_by:
+            raise ValueError(
+                f"train.engine has tensor_parallel_size x context_parallel_size of {shared_by}, "
+                f"which does not divide {key}, {num}"
+            )
+        if cluster.scheduler == "inline" and num > 1:
+            raise ValueError(
+                "cluster.scheduler 'inline' runs one rank of each model, in the script's process; "
+                f"expected {key} 1, not {num}"
+            )
+    needed, total = cluster.train_workers, cluster.devices_per_node * cluster.num_nodes
+    has_rollout = isinstance(settings, GRPOSettings) and not settings.rollout.is_recorded
+    if has_rollout and cluster.placement == "separated":
+        needed += cluster.rollout_instances * cluster.rollout_devices
+    if (apart := devices_apart(settings)) and needed + sum(apart.values()) > total:
+        taken = ", ".join(f"{key} is {num}" for key, num in apart.items())
         raise ValueError(
-            f"train.engine has tensor_parallel_size x context_parallel_size of {shared_by}, which "
-            f"does not divide cluster.train_workers, {cluster.train_workers}"
+            f"{taken}, of devices that no other role has, beside {needed} of the other roles; "
+            f"expected at most {total} together (cluster.devices_per_node x num_nodes)"
         )
     if cluster.scheduler != "ray" and cluster.num_nodes > 1:
         raise ValueError(
             f"cluster.num_nodes is {cluster.num_nodes}, which requires cluster.scheduler 'ray'"
-        )
-    if cluster.scheduler == "inline" and cluster.train_workers > 1:
-        raise ValueError(
-            "cluster.scheduler 'inline' runs one rank of each model, in the script's process; "
-            f"expected cluster.train_workers 1, not {cluster.train_workers}"
         )
 
 
@@ -521,14 +548,9 @@ def _check_cluster(settings: GRPOSettings) -> None:
                 f"{spans}; sync.way {settings.sync.way!r} reaches only one of these nodes, "
                 "use 'collective' or 'disk'"
             )
-    needed, total = cluster.train_workers, cluster.devices_per_node * cluster.num_nodes
-    if cluster.placement == "separated":
-        needed += cluster.rollout_instances * cluster.rollout_devices
-    if (judging := settings.num_judge_devices) and needed + judging > total:
-        raise ValueError(
-            f"rewards[].devices: judges take {judging} devices and the other roles {needed}, "
-            f"expected at most {total} together; judges share none. Set it to 0 for CPUs"
-        )
+    if cluster.devices_per_node and cluster.rollout_devices > 1 and rollout.engine == "hf":
+        devices = f"cluster.rollout_devices is {cluster.rollout_devices}"
+        raise ValueError(f"{devices}; expected 1 with rollout.engine 'hf', or 'vllm' or 'server'")
     if cluster.placement == "colocated":
         num_devices = cluster.rollout_instances * cluster.rollout_devices
         if cluster.takes_turns and num_devices != cluster.train_workers:
@@ -569,20 +591,29 @@ def _check_rewards(settings: GRPOSettings) -> None:
         raise ValueError("agent.use and agent.command are both given; expected one of them")
     if agent.is_given and names:
         raise ValueError("rewards and agent are both given; expected one, as agents return rewards")
+    is_rewarded, algorithm = settings.is_rewarded, settings.algorithm
+    has_critic = algorithm.preset == "ppo"
     if agent.is_given:
         names = [AGENT_REWARD]
-        if agent.credit == "turn" and settings.algorithm.preset == "ppo":
+        if agent.credit == "turn" and has_critic:
             raise ValueError("agent.credit is 'turn'; expected 'session' with a critic")
-        if settings.algorithm.overlong_buffer:
+        if algorithm.overlong_buffer:
             raise ValueError(
                 "algorithm.overlong_buffer is for single answers; use agent.max_tokens and "
                 "agent.truncated_reward for the sessions of an agent"
             )
-    if not names and not settings.algorithm.teacher:
-        raise ValueError("rewards is empty; expected at least one, such as [exact], or an agent")
-    if not names and settings.algorithm.dynamic_sampling:
+    found = "rewards[].weight is 0 for all" if names else "rewards is empty"
+    is_taught = algorithm.teacher and algorithm.teacher_coef and not has_critic
+    if not (names and is_rewarded) and not is_taught:
+        raise ValueError(f"{found}; expected at least one, such as [exact], or an agent")
+    if is_rewarded and settings.samples_per_prompt < 2 and not has_critic:
         raise ValueError(
-            "rewards is empty and algorithm.dynamic_sampling is true, which replaces all prompts "
+            "samples_per_prompt is 1; expected 2 or more, since rewards are compared with those of "
+            "other answers"
+        )
+    if not is_rewarded and algorithm.dynamic_sampling:
+        raise ValueError(
+            f"{found} and algorithm.dynamic_sampling is true, which replaces all prompts "
             "whose answers have equal rewards; set it to false"
         )
     if twice := {name for name in names if names.count(name) > 1}:
@@ -630,27 +661,19 @@ def _check_rest(settings: GRPOSettings) -> None:
                 "correction is given, and the loss is relative to the trainer's "
                 "log-probabilities then; expected algorithm.old_logprobs 'rollout' or 'trainer'"
             )
-    if algorithm.teacher_top_k:
-        if not algorithm.teacher:
-            raise ValueError(
-                f"algorithm.teacher_top_k is {algorithm.teacher_top_k}, and algorithm.teacher is "
-                "empty; expected the folder of a teacher"
-            )
-        if algorithm.loss not in (losses := (*_CORRECTED, "decoupled_ppo")):
-            raise ValueError(
-                f"algorithm.teacher_top_k is {algorithm.teacher_top_k}, and algorithm.loss is "
-                f"{algorithm.loss!r}; expected {', '.join(losses)}, which add the divergence from "
-                "the teacher, or teacher_top_k 0"
-            )
+    losses = (*_CORRECTED, "decoupled_ppo")
+    if algorithm.teacher_top_k and algorithm.loss not in losses:
+        raise ValueError(
+            f"algorithm.teacher_top_k is {algorithm.teacher_top_k}, and algorithm.loss is "
+            f"{algorithm.loss!r}; expected {', '.join(losses)}, which add the divergence from "
+            "the teacher, or teacher_top_k 0"
+        )
+    if settings.sync.lora == "adapter" and (why := unfit_adapters(settings)):
+        raise ValueError(f"sync.lora is 'adapter', and {why}; expected 'merged' or 'auto'")
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
         raise ValueError(
             f"evaluation.k is {list(evaluation.k)}; expected 1 to evaluation.samples, "
             f"{evaluation.samples}"
-        )
-    if settings.samples_per_prompt < 2 and algorithm.preset != "ppo":
-        raise ValueError(
-            "samples_per_prompt is 1; expected 2 or more, since answers are compared with each "
-            "other"
         )
     if algorithm.overlong_buffer > settings.rollout.max_new_tokens:
         raise ValueError(

@@ -15,6 +15,8 @@ from helmsman.recipes.settings import GRPOSettings
 
 FOLDER = "critic"
 """Folder of a checkpoint with the state of the critic."""
+_COLUMNS = ("input_ids", "loss_mask", "values", "returns")
+"""Columns that the critic learns from."""
 
 
 class CriticModel:
@@ -52,6 +54,7 @@ class CriticModel:
 
     def train(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Run an optimizer step on samples from ``add_advantages``, and return its metrics."""
+        samples = [{name: sample[name] for name in _COLUMNS} for sample in samples]
         with self._awake():
             stats = self._ranks.train_batch(samples, "value", {"clip": self._settings.clip})
         kept = ("loss", "grad_norm", "value", "return", "value_clip_fraction")

@@ -104,7 +104,8 @@ class Episodes:
         num_filtered, self._num_filtered = self._num_filtered, 0
         judged = [each for group in groups for each in group.judged]
         num_failed = note_failures(Path(settings.out), step, judged, f"the batch of step {step}")
-        least = 1 if settings.algorithm.preset == "ppo" else 2  # answers to compare
+        compares = settings.is_rewarded and settings.algorithm.preset != "ppo"
+        least = 2 if compares else 1
         kept = [each for each in (group.scored for group in groups) if len(each.answers) >= least]
         metrics = {
             "reward/failed": float(num_failed),

@@ -33,7 +33,7 @@ from helmsman.recipes.roles import learning_rate
 from helmsman.recipes.run import RecipeRun, is_due
 from helmsman.recipes.samples import log_samples
 from helmsman.recipes.settings import GRPOSettings
-from helmsman.recipes.teacher import Teacher, TopTeacher
+from helmsman.recipes.teacher import Teacher
 from helmsman.recipes.tokens import ChatTokenizer
 
 
@@ -53,7 +53,7 @@ class GRPOLoop:
     """The instances with the rewards, or the sessions of an agent."""
     reference: Reference | None
     """The frozen initial model; None without a KL term."""
-    teacher: Teacher | TopTeacher | None
+    teacher: Teacher | None
     """The larger model of on-policy distillation; None without one."""
     critic: CriticModel | None
     """The value model of PPO; None without one."""

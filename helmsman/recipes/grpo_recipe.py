@@ -25,11 +25,11 @@ from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.recorded import NoAnswers, RolloutFiles
 from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
 from helmsman.recipes.rewards import Caller, make_caller
-from helmsman.recipes.roles import judge_role, make_jobs, make_rollout, make_trainer
+from helmsman.recipes.roles import judge_role, make_jobs, make_rollout, make_trainer, takes_turns
 from helmsman.recipes.run import RecipeRun
 from helmsman.recipes.scorer import Scorer
 from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
-from helmsman.recipes.teacher import Teacher, TopTeacher, check_teacher
+from helmsman.recipes.teacher import Teacher
 from helmsman.recipes.trackers import Trackers
 
 RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, Any] | Reward
@@ -118,11 +118,6 @@ class GRPO(Recipe[GRPOSettings]):
         settings, functions, self._callers = self.settings, self.functions, list[Caller]()
         self._recording = RolloutFiles(settings, self.tokenizer)
         self._judges = [Judge(reward, settings, functions) for reward in settings.judges]
-        algorithm, model = settings.algorithm, settings.model
-        if algorithm.teacher:
-            self._num_ids = check_teacher(
-                algorithm.teacher, model, algorithm.teacher_top_k, "algorithm.teacher"
-            )
         if self.settings.rollout.is_recorded:
             return dataset  # answers have their rewards
         plain = [reward for reward in settings.rewards if not reward.judge]
@@ -136,9 +131,15 @@ class GRPO(Recipe[GRPOSettings]):
         return dataset
 
     def check(self) -> None:
-        """Check that rows have the values that rewards require, and that a recording fits."""
-        if self.settings.rollout.is_recorded:
-            self._check_recording()
+        """Check folders, values of the rows that rewards require, and a recording; see Recipe."""
+        super().check()
+        settings = self.settings
+        if settings.rollout.is_recorded:
+            kept = Checkpoints(Path(settings.out) / "checkpoints", settings.checkpoints.keep)
+            found = kept.latest() if self.resume else None
+            seed, shuffle = settings.seed, settings.data.shuffle
+            draws = Draws(self.dataset.train, num_samples=1, seed=seed, shuffle=shuffle)
+            self._recording.require(1 if found is None else found[0] + 1, draws)
         for row in (*self.dataset.train, *self.dataset.held_out):
             for judge in self._judges:
                 judge.require_row(row)
@@ -152,37 +153,24 @@ class GRPO(Recipe[GRPOSettings]):
                         "give the parameter of your own reward a default."
                     ) from error
 
-    def _check_recording(self) -> None:
-        settings, out = self.settings, Path(self.settings.out)
-        folder = Path(settings.rollout.recorded or "")
-        if not self.resume and folder.resolve().is_relative_to(out.resolve()):
-            raise ValueError(
-                f"rollout.recorded is {folder}, in the output folder, which a new run replaces. "
-                "Give another --out, or --resume to repeat the steps after the last checkpoint."
-            )
-        kept = Checkpoints(out / "checkpoints", settings.checkpoints.keep)
-        found = kept.latest() if self.resume else None
-        seed, shuffle = settings.seed, settings.data.shuffle
-        draws = Draws(self.dataset.train, num_samples=1, seed=seed, shuffle=shuffle)
-        self._recording.require(1 if found is None else found[0] + 1, draws)
-
     def describe(self) -> str:
         """Return a description of choices, data and recorded rollouts, one per line."""
         text, rollout = super().describe(), self.settings.rollout
         if rollout.record:
             text += f"\nrollouts: recorded in {self.settings.out}/rollouts"
+        is_rated = bool(self.settings.rewards) or self.settings.agent.is_given
+        if self.dataset.held_out and not is_rated:
+            text += "\nevaluations: none without rewards; one of weight 0 measures alone"
         if rollout.is_recorded:
             text += f"\nrollouts: those of {rollout.recorded}; without instances and evaluations"
         return text
 
-    def models(self) -> dict[str, str]:
-        """Return the folders of models that the run reads, by their settings."""
-        judges = {f"rewards[{i}].judge": r.judge or "" for i, r in enumerate(self.settings.rewards)}
-        return {
-            **super().models(),
-            "algorithm.teacher": self.settings.algorithm.teacher,
-            **judges,
-        }
+    def inputs(self) -> dict[str, str]:
+        """Return the folders that the run reads, by their settings; empty without one."""
+        settings = self.settings
+        judges = {f"rewards[{i}].judge": each.judge for i, each in enumerate(settings.rewards)}
+        others = {**judges, "rollout.recorded": settings.rollout.recorded}
+        return {**super().inputs(), **{name: each or "" for name, each in others.items()}}
 
     def jobs(self) -> list[Job]:
         """Return the jobs of trainer, rollout, reference (with a KL term), critic and judges."""
@@ -201,9 +189,9 @@ class GRPO(Recipe[GRPOSettings]):
             if role not in served
         }
         trainer, ranks, values = ranked["train"], ranked.get("reference"), ranked.get("critic")
-        for controller in ranked.values():
+        for role, controller in ranked.items():
             controller.initialize()
-            if settings.cluster.takes_turns:
+            if takes_turns(settings, role):
                 controller.sleep()  # the next controller needs the devices
         rollout: RolloutController | None = None
         answers: Answers = NoAnswers()
@@ -227,12 +215,10 @@ class GRPO(Recipe[GRPOSettings]):
             reference = FrozenReference(ranks, settings)
         elif settings.algorithm.kl_coef:
             reference = BaseReference(trainer)
-        teacher: Teacher | TopTeacher | None = None
+        teacher: Teacher | None = None
         if (frozen := ranked.get("teacher")) is not None:
-            found, coef = FrozenReference(frozen, settings), settings.algorithm.teacher_coef
-            teacher = Teacher(found, coef)
-            if most := settings.algorithm.teacher_top_k:
-                teacher = TopTeacher(found, coef, most, self._num_ids)
+            found, own = FrozenReference(frozen, settings), settings.algorithm
+            teacher = Teacher(found, own.teacher_coef, own.teacher_top_k, self.num_teacher_ids)
 
         def train(trackers: Trackers) -> None:
             rows, num_samples = self.dataset.train, settings.samples_per_prompt

@@ -21,7 +21,7 @@ from helmsman.recipes.prompts import Row
 from helmsman.recipes.rewards import GIVEN, Caller, make_caller
 from helmsman.recipes.roles import ENGINES, make_rollout
 from helmsman.recipes.settings import Data, GRPOSettings, Reward, Train, name_of
-from helmsman.recipes.tokens import ChatTokenizer, FolderTokenizer, model_limits
+from helmsman.recipes.tokens import ChatTokenizer
 
 _CLASSIFIER = "helmsman.engines.classifier.ClassifierEngine"
 _CLASSIFIES = "ForSequenceClassification"
@@ -29,6 +29,8 @@ _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Ends of the names of architectures."""
 _OF_TEXT = ("parse", "max_new_tokens", "engine")
 """Settings of language models, which reward models do not have."""
+_THINKING = re.compile(r"(?s)^.*</think>|<think>.*")
+"""Text before a verdict, whose numbers are none; it may be cut off."""
 _MOST_KEPT = 4096
 """Number of newest texts whose answers are kept."""
 
@@ -46,8 +48,9 @@ class LastNumber:
             raise re.error("it has no group", pattern)
 
     def __call__(self, completion: str) -> float:
-        """Return the number; raise ValueError if there is none."""
-        found = [each[1] for each in self._re.finditer(completion)]
+        """Return the number after all thinking; raise ValueError if there is none."""
+        verdict = _THINKING.sub("", completion)
+        found = [each[1] for each in self._re.finditer(verdict)]
         try:
             return float(found[-1])
         except (IndexError, TypeError, ValueError):
@@ -83,11 +86,8 @@ class Judge:
         self._template: Any = self._compile() if reward.prompt else None
         self.parser = None if self.is_classifier else self._make_parser(functions)
         self._longest = ""
-        self.tokenizer = FolderTokenizer(self._folder, needs_end=not self.is_classifier)
-        self._chat: ChatTokenizer | None = None
-        if self.tokenizer.tokenizer.chat_template or not self.is_classifier:
-            data = Data(train="", template_args=reward.args)
-            self.tokenizer = self._chat = ChatTokenizer(self._folder, data)
+        data = Data(train="", template_args=reward.args)
+        self.tokenizer = ChatTokenizer(self._folder, data, needs_end=not self.is_classifier)
 
     # --- the settings -----------------------------------------------------------------------------
 
@@ -113,8 +113,14 @@ class Judge:
         for name in _OF_TEXT if self.is_classifier else ("label",):
             if (value := getattr(reward, name)) != getattr(Reward(), name):
                 raise self._wrong(name, f"is {value!r}", f"none for a {kind}")
-        if self.is_classifier and reward.devices > 1:
-            raise self._wrong("devices", f"is {reward.devices}", f"1 or 0 for a {kind}")
+        cluster, rollout = self._settings.cluster, self._settings.rollout
+        is_off = cluster.devices_per_node and not reward.devices
+        engine = "hf" if is_off or rollout.engine not in ENGINES else rollout.engine
+        self._engine = _CLASSIFIER if self.is_classifier else reward.engine or engine
+        takes_one = self.is_classifier or (cluster.devices_per_node and self._engine == "hf")
+        if takes_one and reward.devices > 1:
+            by = kind if self.is_classifier else "judge with the engine 'hf'"
+            raise self._wrong("devices", f"is {reward.devices}", f"1 or 0 for a {by}")
         reads_pairs = self.is_classifier and (config.get("type_vocab_size") or 0) < 2
         if not reward.prompt and not reads_pairs:
             example = "the text that it reads, such as 'Rate from 0 to 9: {{ completion }}'"
@@ -139,11 +145,11 @@ class Judge:
             import jinja2.sandbox
 
         text = self.reward.prompt
-        text = Path(text).read_text(encoding="utf-8") if text.endswith(".jinja") else text
         jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
         try:
+            text = Path(text).read_text(encoding="utf-8") if text.endswith(".jinja") else text
             names = jinja2.meta.find_undeclared_variables(jinja.parse(text))
-        except jinja2.TemplateSyntaxError as error:
+        except (OSError, UnicodeError, jinja2.TemplateSyntaxError) as error:
             raise self._wrong("prompt", f"is no template: {error}", "one of Jinja") from error
         if "completion" not in names:
             raise self._wrong("prompt", f"is {text!r:.200}", "the answer in it: {{ completion }}")
@@ -187,16 +193,13 @@ class Judge:
         """
         reward, settings, replace = self.reward, self._settings, msgspec.structs.replace
         rollout, cluster = settings.rollout, settings.cluster
-        is_off = cluster.devices_per_node and not reward.devices
-        engine = "hf" if is_off or rollout.engine not in ENGINES else rollout.engine
-        engine = _CLASSIFIER if self.is_classifier else reward.engine or engine
         arguments = {"max_model_len": self._max_len(), **reward.engine_args}
         settings = replace(
             settings,
             model=self._folder,
             train=Train(),  # without adapters
             cluster=replace(cluster, placement="separated", rollout_devices=reward.devices or 1),
-            rollout=replace(rollout, engine=engine, engine_args=arguments),
+            rollout=replace(rollout, engine=self._engine, engine_args=arguments),
         )
         self.rollout = make_rollout(settings, scheduler, job, reward.timeout_s)
         self.rollout.initialize()
@@ -205,12 +208,11 @@ class Judge:
         """Return the maximum tokens of a text, with those that follow it."""
         if self.is_classifier:
             longest: int = min(self.tokenizer.tokenizer.model_max_length, 1 << 30)
-            return 1 + min(longest, model_limits(self._folder)[1])
-        assert self._chat is not None
-        longest = len(self._chat.encode(self._longest)[1])
+            return 1 + min(longest, self.tokenizer.max_positions)
+        longest = len(self.tokenizer.encode(self._longest)[1])
         # Its tokenizer may write an answer of the policy in more tokens.
         longest += 2 * (self._settings.max_model_len - self._settings.data.max_prompt_tokens)
-        return min(longest + self.reward.max_new_tokens, self._chat.max_positions)
+        return min(longest + self.reward.max_new_tokens, self.tokenizer.max_positions)
 
     def encode(self, given: Mapping[str, Any]) -> list[int]:
         """Return the tokens that the judge reads about an answer.
@@ -224,10 +226,10 @@ class Judge:
         texts = [_text_of(given), given["completion"]]
         if self._template is not None:
             texts = [self._text(given)]
-            if self._chat is not None and not self.is_classifier:
-                return self._chat.encode(*texts)[1]
-        elif self._chat is not None:
-            return self._chat.encode_chat(given["chat"], given["completion"])
+            if not self.is_classifier:
+                return self.tokenizer.encode(*texts)[1]
+        elif self.tokenizer.tokenizer.chat_template:
+            return self.tokenizer.encode_chat(given["chat"], given["completion"])
         return list(self.tokenizer.tokenizer(*texts)["input_ids"])
 
     def _text(self, given: Mapping[str, Any]) -> str:
@@ -274,7 +276,7 @@ class JudgeReward:
     def __init__(self, judge: Judge, parse: RewardPool | None) -> None:
         self._judge, self._parse = judge, parse
         self._asked: dict[bytes, Future[GenerationResult]] = {}
-        most, ends = judge.reward.max_new_tokens, getattr(judge.tokenizer, "stop_ids", ())
+        most, ends = judge.reward.max_new_tokens, judge.tokenizer.stop_ids
         self._sampling = SamplingParams(max_new_tokens=most, temperature=0.0, stop_token_ids=ends)
 
     async def __call__(self, answers: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -296,7 +298,9 @@ class JudgeReward:
         result = await asyncio.shield(asyncio.wrap_future(asked))
         if self._parse is None:
             return self._judge.score(result.logprobs)
-        verdict = self._judge.tokenizer.decode(result.token_ids)
+        tokenizer = self._judge.tokenizer
+        begins = tokenizer.decode(ids[-16:]).rstrip().endswith("<think>")  # in the chat template
+        verdict = "<think>" * begins + tokenizer.decode(result.token_ids)
         try:
             (found,) = await self._parse([{**given, "completion": verdict}])
         except HelmsmanError as error:

@@ -17,9 +17,10 @@ from helmsman.recipes.config import as_yaml, read
 from helmsman.recipes.ending import RunSummary, finish
 from helmsman.recipes.files import clear, only_run_in, write_json
 from helmsman.recipes.prompts import Dataset, Encode, load_dataset, prompts
-from helmsman.recipes.roles import start_scheduler
+from helmsman.recipes.roles import read_adapter, start_scheduler
 from helmsman.recipes.rows import source_of
-from helmsman.recipes.settings import RunSettings
+from helmsman.recipes.settings import RunSettings, distillation
+from helmsman.recipes.teacher import check_teacher
 from helmsman.recipes.tokens import ChatTokenizer
 from helmsman.recipes.trackers import MetricsFile, Trackers, open_trackers, require_trackers
 
@@ -33,7 +34,7 @@ FILES = (
     "sessions.sqlite-journal",
     "wandb.json",
 )
-FOLDERS = ("evaluations", "model", "rollouts", "tensorboard", "wandb", "weights")
+FOLDERS = ("adapter", "evaluations", "model", "rollouts", "tensorboard", "wandb", "weights")
 """Files and folders of a run, in addition to those of every output folder."""
 
 
@@ -60,6 +61,8 @@ class Recipe(abc.ABC, Generic[S]):
 
     tokenizer: ChatTokenizer
     """The tokenizer of the model, after ``load``."""
+    num_teacher_ids: int
+    """Number of token ids that the model shares with its teacher, after ``load``, if it has one."""
     kind: ClassVar[type[RunSettings]]
     """The settings class of the recipe."""
     fixed: ClassVar[tuple[str, ...]] = ("model", "data", "seed")
@@ -152,7 +155,14 @@ class Recipe(abc.ABC, Generic[S]):
         """
         if not self._is_loaded:
             require_trackers(self.settings)
+            if adapter := self.inputs()["train.engine.lora.path"]:
+                read_adapter(adapter)
             self.dataset = self.load_data()
+            found, prefix = distillation(self.settings)
+            if found.teacher:
+                longest = min(self.settings.max_model_len, self.tokenizer.max_positions)
+                given, field = (found.teacher, self.settings.model), f"{prefix}teacher"
+                self.num_teacher_ids = check_teacher(*given, found.teacher_top_k, field, longest)
             self._is_loaded = True
 
     @contextlib.contextmanager
@@ -211,30 +221,25 @@ class Recipe(abc.ABC, Generic[S]):
             f"{longest} tokens; end-of-turn token: {end}"
         )
 
-    def models(self) -> dict[str, str]:
-        """Return the folders of models that the run reads, by their settings."""
-        return {"model": self.settings.model}
+    def inputs(self) -> dict[str, str]:
+        """Return the folders that the run reads, by their settings; empty without one."""
+        settings, (found, prefix) = self.settings, distillation(self.settings)
+        adapter = {"train.engine.lora.path": (settings.train.lora or {}).get("path", "")}
+        return {"model": settings.model, **adapter, f"{prefix}teacher": found.teacher}
 
     def _prepare(self, out: Path) -> None:
         """Clear the folder, or check that the run in it can be resumed; then write the settings."""
         path = out / "settings.json"
         if self.resume:
             self._require_resumable(out, path)
-            self.check()
-        else:
-            for name, folder in self.models().items():
-                if folder and Path(folder).resolve().is_relative_to(out.resolve()):
-                    raise ValueError(
-                        f"{name} {folder} is inside the output folder {out}, which a new run "
-                        "replaces. Give another --out."
-                    )
+        self.check()
+        if not self.resume:
             if path.exists() and not self.overwrite:
                 raise FileExistsError(
                     f"the output folder {out} has an earlier run ({_progress(out)}), expected an "
                     f"empty folder. Give "
                     "--resume to continue it, --overwrite to replace it, or another --out."
                 )
-            self.check()
             if clear(out, files=FILES, folders=FOLDERS):
                 print(f"the earlier run in {out} is replaced")
         write_json(path, self.settings)
@@ -249,11 +254,12 @@ class Recipe(abc.ABC, Generic[S]):
                 f"{path} is not of this version of the recipe ({error}). Start again with "
                 f"--overwrite instead of --resume."
             ) from error
-        for name in self.fixed:
-            if getattr(before, name) != getattr(self.settings, name):
+        pairs = {name: (getattr(before, name), getattr(self.settings, name)) for name in self.fixed}
+        pairs["train.engine.lora"] = before.train.lora, self.settings.train.lora
+        for name, (value, now) in pairs.items():
+            if value != now:
                 raise ValueError(
-                    f"{name} is {getattr(before, name)!r} in the run to resume and "
-                    f"{getattr(self.settings, name)!r} now. "
+                    f"{name} is {value!r} in the run to resume and {now!r} now. "
                     "Leave it as it was, or start again with --overwrite instead of --resume."
                 )
         found = Checkpoints(out / "checkpoints", self.settings.checkpoints.keep).latest()
@@ -284,11 +290,18 @@ class Recipe(abc.ABC, Generic[S]):
         return prompts
 
     def check(self) -> None:
-        """Check that the loaded rows have all values that training takes from them.
+        """Check that a new run replaces no folder that it reads, and rows have what training takes.
 
         Raises:
-            ValueError: A row lacks one.
+            ValueError: It would replace one, or a row lacks a value.
         """
+        out = Path(self.settings.out)
+        for name, folder in {} if self.resume else self.inputs().items():
+            if folder and Path(folder).resolve().is_relative_to(out.resolve()):
+                raise ValueError(
+                    f"{name} {folder} is inside the output folder {out}, which a new run replaces. "
+                    "Give another --out, or --resume to continue the run in it."
+                )
 
     @abc.abstractmethod
     def jobs(self) -> list[Job]:

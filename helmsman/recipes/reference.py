@@ -9,7 +9,8 @@ from typing import Any
 
 from helmsman import TrainController
 from helmsman.api.errors import GroupCallError, StartError, WorkerFailedError
-from helmsman.recipes.settings import GRPOSettings, RunSettings
+from helmsman.recipes.roles import takes_turns
+from helmsman.recipes.settings import RunSettings
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class FrozenReference(Reference):
 
     def __init__(self, ranks: TrainController, settings: RunSettings) -> None:
         self._ranks, self._most = ranks, settings.checkpoints.max_recoveries
-        self._takes_turns = isinstance(settings, GRPOSettings) and settings.cluster.takes_turns
+        self._takes_turns = takes_turns(settings, ranks.role)
 
     def logprobs(self, tokens: Sequence[dict[str, Any]]) -> list[Any]:
         """See Reference.

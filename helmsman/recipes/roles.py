@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,11 @@ from helmsman import (
 )
 from helmsman.policies import LeastOutstandingTokens, PrefixAffinity, RoundRobin
 from helmsman.recipes.settings import (
-    Algorithm,
     GRPOSettings,
     Machines,
     Reward,
     RunSettings,
-    SFTSettings,
+    distillation,
     name_of,
 )
 from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory, WeightFormat
@@ -59,8 +59,7 @@ def make_jobs(settings: GRPOSettings) -> list[Job]:
         jobs.append(_rollout_job(cluster))
     if settings.algorithm.kl_coef and settings.train.lora is None:
         jobs.append(sibling_job(settings, "reference"))
-    if settings.algorithm.teacher:
-        jobs.append(sibling_job(settings, "teacher"))
+    jobs += teacher_jobs(settings)
     if settings.algorithm.preset == "ppo":
         jobs.append(sibling_job(settings, "critic"))
     return jobs + [
@@ -87,8 +86,8 @@ def _instances(cluster: Machines, role: str, replicas: int, devices: int) -> Job
     return Job(role=role, replicas=replicas, tasks=[spec])
 
 
-def train_job(settings: RunSettings) -> Job:
-    """Return the job of the trainer."""
+def train_job(settings: RunSettings, role: str = "train", replicas: int = 0) -> Job:
+    """Return the job of the trainer, or of ranks on devices of their own."""
     cluster = settings.cluster
     spec = SchedulingSpec(
         cpu=cluster.train_cpus,
@@ -98,7 +97,23 @@ def train_job(settings: RunSettings) -> Job:
         env_vars=_env_vars(cluster, cluster.train_threads),
         ray_placement_strategy="shared",
     )
-    return Job(role="train", replicas=cluster.train_workers, tasks=[spec])
+    return Job(role=role, replicas=replicas or cluster.train_workers, tasks=[spec])
+
+
+def teacher_jobs(settings: RunSettings) -> list[Job]:
+    """Return the job of the teacher, if there is one."""
+    found, _ = distillation(settings)
+    if not found.teacher:
+        return []
+    alone = found.teacher_workers
+    return [train_job(settings, "teacher", alone) if alone else sibling_job(settings, "teacher")]
+
+
+def takes_turns(settings: RunSettings, role: str) -> bool:
+    """Return whether the ranks of a role share their devices with rollout instances."""
+    if not isinstance(settings, GRPOSettings) or not settings.cluster.takes_turns:
+        return False
+    return role != "teacher" or not settings.algorithm.teacher_workers
 
 
 def _rollout_job(cluster: Machines) -> Job:
@@ -149,12 +164,13 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
     }
     if job.role != "train":
         arguments.pop("lora", None)
+    elif settings.train.lora and settings.train.lora.get("path"):
+        path = str(Path(settings.train.lora["path"]).absolute())  # for another working directory
+        arguments["lora"] = {**settings.train.lora, "path": path}
     if job.role in ("reference", "teacher"):
         arguments["frozen"] = True
     if job.role == "teacher":
-        owner = settings.algorithm if isinstance(settings, GRPOSettings) else settings
-        assert isinstance(owner, Algorithm | SFTSettings)
-        arguments["model"] = owner.teacher
+        arguments["model"] = str(Path(distillation(settings)[0].teacher).absolute())
     if job.role == "critic" and isinstance(settings, GRPOSettings):
         arguments |= {"head": "value", "init": "value_head", "lr": settings.critic.lr}
     return TrainController(
@@ -220,30 +236,44 @@ def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
 
 def sends_adapters(settings: GRPOSettings) -> bool:
     """Return whether adapters are trained, and sent alone."""
-    way, engine = settings.sync.lora, settings.rollout.engine
-    takes = engine in ENGINES and not settings.cluster.rollout_spans_nodes
-    takes = takes and (engine == "hf" or not adapts_experts(settings.train.lora or {}))
-    takes = way == "adapter" or (way == "auto" and takes)
-    return settings.train.lora is not None and takes
+    way, is_ours = settings.sync.lora, settings.rollout.engine in ENGINES
+    if settings.train.lora is None:
+        return False
+    return way == "adapter" or (way == "auto" and is_ours and not unfit_adapters(settings))
 
 
-def adapts_experts(lora: Mapping[str, Any]) -> bool:
-    """Return whether ``train.engine.lora`` adapts experts that are one tensor."""
-    if lora.get("path"):
-        return bool(_read_adapter(lora["path"]).get("target_parameters"))
-    return "experts" in str(lora.get("targets", ""))
+def unfit_adapters(settings: GRPOSettings) -> str:
+    """Return why instances cannot take the adapters alone, as settings show it, or nothing."""
+    engine, lora = settings.rollout.engine, settings.train.lora
+    if lora is None or settings.cluster.rollout_spans_nodes:
+        return "train.engine.lora is not given" if lora is None else "an instance spans nodes"
+    of_experts: Any = re.search(r"(?<![a-z_])experts", str(lora.get("targets", "")))
+    if engine in ("vllm", "server") and lora.get("path"):
+        of_experts = read_adapter(lora["path"]).get("target_parameters")
+    unfit = f"rollout.engine {engine!r} takes no adapters of experts that are one tensor"
+    return unfit if engine in ("vllm", "server") and of_experts else ""
 
 
-def _read_adapter(folder: str) -> dict[str, Any]:
+def read_adapter(folder: str) -> dict[str, Any]:
+    """Return the entries of a PEFT folder's adapter_config.json.
+
+    Raises:
+        ValueError: There is none.
+    """
     path = Path(folder) / "adapter_config.json"
-    entries: dict[str, Any] = msgspec.json.decode(path.read_bytes())
-    return entries
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(
+            f"train.engine.lora.path is {folder}, whose {path.name} cannot be read: {error}; "
+            "expected the folder of an adapter as PEFT writes it"
+        ) from error
 
 
 def adapter_rank(lora: Mapping[str, Any]) -> int:
     """Return the rank of ``train.engine.lora``, which may come from a folder."""
     if lora.get("path"):
-        return int(_read_adapter(lora["path"])["r"])
+        return int(read_adapter(lora["path"])["r"])
     return int(lora.get("rank", 16))
 
 

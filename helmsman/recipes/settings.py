@@ -345,9 +345,12 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     teacher: str = ""
     """Local folder of a teacher with the same tokenizer (on-policy distillation): log teacher - log
     policy of each sampled token is added to its advantage. With a teacher, ``rewards`` may be
-    empty. It runs beside the trainer, frozen."""
+    empty."""
     teacher_coef: Amount = 1.0
     """Weight of the teacher beside the rewards."""
+    teacher_workers: Natural = 0
+    """Ranks of a teacher on devices of its own, with one device each; 0 runs it beside the trainer,
+    on its devices."""
     teacher_top_k: Natural = 0
     """Number of the teacher's most probable tokens. The reverse KL divergence over them, with all
     other tokens as one more, is then a part of the loss; 0 for advantages of the sampled tokens
@@ -499,6 +502,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     out: str = "runs/train"
     """Output folder, at the same path on every node."""
 
+    @property
+    def max_model_len(self) -> int:
+        """Maximum length of prompt plus answer in tokens."""
+        return self.data.max_tokens
+
 
 class SFTSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of supervised fine-tuning."""
@@ -511,9 +519,12 @@ class SFTSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=
     teacher: str = ""
     """Local folder of a teacher with the same tokenizer, whose probabilities of the rows' answers
     are trained on, too: (1 - teacher_coef) * loss + teacher_coef * KL(teacher || policy)
-    (arXiv:1503.02531). It runs beside the trainer, frozen."""
+    (arXiv:1503.02531)."""
     teacher_coef: Share = 0.5
     """Share of the teacher in the loss."""
+    teacher_workers: Natural = 0
+    """Ranks of a teacher on devices of its own, with one device each; 0 runs it beside the trainer,
+    on its devices."""
     teacher_top_k: Positive = 64
     """Number of the teacher's most probable tokens that are compared; all other tokens are one
     more."""
@@ -562,16 +573,16 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
         return [each for each in self.rewards if each.judge and not self.rollout.is_recorded]
 
     @property
+    def is_rewarded(self) -> bool:
+        """Whether rewards count in training, and not a teacher alone."""
+        others = self.agent.is_given or bool(self.algorithm.overlong_buffer)
+        return others or any(each.weight for each in self.rewards)
+
+    @property
     def num_instances(self) -> int:
         """Number of rollout instances and of instances of judges."""
         judges = [each for each in self.rewards if each.judge]  # the same for recorded answers
         return self.cluster.rollout_instances + sum(each.instances for each in judges)
-
-    @property
-    def num_judge_devices(self) -> int:
-        """Number of devices of all judges."""
-        has_devices = bool(self.cluster.devices_per_node)
-        return has_devices * sum(each.instances * each.devices for each in self.judges)
 
     @property
     def max_model_len(self) -> int:
@@ -593,6 +604,24 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
             top_p=rollout.top_p,
             top_k=rollout.top_k,
         )
+
+
+def distillation(settings: RunSettings) -> tuple[Algorithm | SFTSettings, str]:
+    """Return the settings of a teacher, defaults without one, and the prefix of their keys."""
+    if isinstance(settings, GRPOSettings):
+        return settings.algorithm, "algorithm."
+    return settings if isinstance(settings, SFTSettings) else Algorithm(), ""
+
+
+def devices_apart(settings: RunSettings) -> dict[str, int]:
+    """Return the numbers of devices that judges and a teacher have alone, by their settings."""
+    found, prefix = distillation(settings)
+    apart = {f"{prefix}teacher_workers": found.teacher_workers}
+    if isinstance(settings, GRPOSettings):
+        for each in settings.judges:
+            at = f"rewards[{settings.rewards.index(each)}]"
+            apart[f"{at}.instances x devices"] = each.instances * each.devices
+    return {key: num for key, num in apart.items() if num and settings.cluster.devices_per_node}
 
 
 def name_of(reward: Reward) -> str:

@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 from helmsman import Job, Scheduler
 from helmsman.recipes.batches import log_likelihood, split, train_metrics
-from helmsman.recipes.prompts import Dataset, Encode, Row, supervised
+from helmsman.recipes.prompts import Encode, Row, supervised
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.reference import FrozenReference
-from helmsman.recipes.roles import learning_rate, make_trainer, sibling_job, train_job
+from helmsman.recipes.roles import learning_rate, make_trainer, teacher_jobs, train_job
 from helmsman.recipes.run import RecipeRun, is_due
 from helmsman.recipes.settings import RunSettings, SFTSettings
-from helmsman.recipes.teacher import TopTeacher, check_teacher
+from helmsman.recipes.teacher import Teacher
 from helmsman.recipes.trackers import Trackers
 
 
 def train(
-    run: RecipeRun[SFTSettings], held_out: Sequence[Row], teacher: TopTeacher | None = None
+    run: RecipeRun[SFTSettings], held_out: Sequence[Row], teacher: Teacher | None = None
 ) -> None:
     """Run all steps after the last checkpoint; step 0 is the evaluation before training.
 
@@ -101,25 +101,9 @@ class SFT(Recipe[SFTSettings]):
         """The encoder of rows with answers."""
         return supervised
 
-    def load_data(self) -> Dataset:
-        """Read tokenizer and rows, and check that the teacher has the same tokens; see Recipe."""
-        dataset, settings = super().load_data(), self.settings
-        if settings.teacher:
-            self._num_ids = check_teacher(
-                settings.teacher, settings.model, settings.teacher_top_k, "teacher"
-            )
-        return dataset
-
-    def models(self) -> dict[str, str]:
-        """Return the folders of models that the run reads, by their settings."""
-        return {**super().models(), "teacher": self.settings.teacher}
-
     def jobs(self) -> list[Job]:
         """Return the jobs of the trainer and, with one, the teacher."""
-        jobs = [train_job(self.settings)]
-        if self.settings.teacher:
-            jobs.append(sibling_job(self.settings, "teacher"))
-        return jobs
+        return [train_job(self.settings), *teacher_jobs(self.settings)]
 
     def start(
         self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
@@ -127,11 +111,11 @@ class SFT(Recipe[SFTSettings]):
         """Start trainer and teacher."""
         settings, dataset = self.settings, self.dataset
         trainer = held.enter_context(make_trainer(settings, scheduler, jobs["train"]))
-        teacher: TopTeacher | None = None
+        teacher: Teacher | None = None
         if (job := jobs.get("teacher")) is not None:
             ranks = held.enter_context(make_trainer(settings, scheduler, job))
             found = FrozenReference(ranks, settings)
-            teacher = TopTeacher(found, 1.0, settings.teacher_top_k, self._num_ids)
+            teacher = Teacher(found, 1.0, settings.teacher_top_k, self.num_teacher_ids)
         return lambda trackers: train(
             RecipeRun(settings, trainer, dataset.train, trackers), dataset.held_out, teacher
         )

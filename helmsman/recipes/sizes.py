@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman import LocalScheduler
-from helmsman.recipes.settings import GRPOSettings, RunSettings
+from helmsman.recipes.settings import GRPOSettings, RunSettings, devices_apart, distillation
 
 S = TypeVar("S", bound=RunSettings)
 
@@ -133,25 +133,30 @@ def _choose_devices(choices: _Choices) -> None:
 
 
 def _choose_groups(choices: _Choices) -> None:
-    """Give each role its share of the devices."""
-    cluster, has_rollout = choices.settings.cluster, isinstance(choices.settings, GRPOSettings)
-    total = cluster.devices_per_node * cluster.num_nodes
-    if isinstance(choices.settings, GRPOSettings):
-        total -= choices.settings.num_judge_devices
+    """Give each role its share of the devices, in numbers that its layout can use."""
+    settings, cluster = choices.settings, choices.settings.cluster
+    has_rollout = isinstance(settings, GRPOSettings)
+    total = cluster.devices_per_node * cluster.num_nodes - sum(devices_apart(settings).values())
     if total < 1:
         return
     if has_rollout and total == 1:
         reason = "trainer and instance take turns on one device"
         choices.take("cluster.placement", "colocated", reason)
-    if not has_rollout or choices.settings.cluster.placement == "colocated":
-        choices.take("cluster.train_workers", total, "a rank for each device")
-        left, reason = choices.settings.cluster.train_workers, "on the trainers' devices"
-    else:
-        choices.take("cluster.train_workers", max(1, total // 2), "half of the devices")
-        left, reason = total - choices.settings.cluster.train_workers, "the other devices"
+    unit, size = max(1, settings.train.model_parallel_size), cluster.rollout_devices
+    is_given = choices.is_given("cluster.rollout_instances")
+    num_rollout = size * (cluster.rollout_instances if is_given else 1)
+    most, reason = total, "a rank for each device"
+    if is_shared := has_rollout and choices.settings.cluster.placement == "colocated":
+        unit, most = math.lcm(unit, size), num_rollout if is_given else total
+    elif has_rollout:
+        most, reason = min(total // 2, total - num_rollout), "up to half of the devices"
+    reason += f", in multiples of {unit}" if unit > 1 else ""
+    choices.take("cluster.train_workers", max(unit, most - most % unit), reason)
+    left, reason = choices.settings.cluster.train_workers, "on the trainers' devices"
+    if not is_shared:
+        left, reason = total - left, "the other devices"
     if has_rollout:
-        count = max(1, left // cluster.rollout_devices)
-        choices.take("cluster.rollout_instances", count, reason)
+        choices.take("cluster.rollout_instances", max(1, left // size), reason)
 
 
 def _choose_threads(choices: _Choices) -> None:
@@ -166,7 +171,7 @@ def _choose_threads(choices: _Choices) -> None:
         if settings.rollout.staleness:
             return
         workers["rollout"] = settings.num_instances  # judges work beside the others
-    total = sum(workers.values())
+    total = sum(workers.values()) + distillation(settings)[0].teacher_workers
     most, own = cores, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     reason = f"the roles alternate on {cores} cores"
     if own.isdecimal() and int(own):
@@ -272,9 +277,7 @@ def _tokens(
         kept = 12 * shape.hidden_size + 3 * (shape.intermediate_size or 4 * shape.hidden_size)
     per_token = width * shape.num_hidden_layers * kept + 8 * shape.vocab_size
     left = _USABLE * memory - state
-    longest = settings.data.max_tokens
-    if isinstance(settings, GRPOSettings):
-        longest = settings.max_model_len
+    longest = settings.max_model_len
     tokens = _power_of_two(left / per_token) if left > 0 else 1
     tokens = max(longest, min(_MOST_TOKENS, tokens))
     reason = (

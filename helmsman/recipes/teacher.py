@@ -1,10 +1,10 @@
 """Distillation: a larger model as a teacher of the policy's own tokens, or of given answers.
 
 The reverse KL divergence from policy to teacher is an expectation over the policy's tokens. Its
-estimate for a token, log teacher - log policy, is an advantage of that token alone (``Teacher``):
-GKD, arXiv:2306.13649 eq. 4 with the reverse KL; MiniLLM, arXiv:2306.08543 eq. 4 without the later
-steps. ``TopTeacher`` adds the teacher's most probable tokens instead: the divergence over them is a
-part of the loss, ``helmsman.engines.losses.columns.teacher_kl``.
+estimate for a token, log teacher - log policy, is an advantage of that token alone: GKD,
+arXiv:2306.13649 eq. 4 with the reverse KL; MiniLLM, arXiv:2306.08543 eq. 4 without the later steps.
+With the teacher's most probable tokens instead, the divergence over them is a part of the loss,
+``helmsman.engines.losses.columns.teacher_kl``.
 """
 
 from __future__ import annotations
@@ -13,31 +13,44 @@ from collections.abc import Sequence
 from typing import Any
 
 from helmsman.api.engines import PER_CHOICE
-from helmsman.recipes.reference import FrozenReference, Reference
+from helmsman.recipes.reference import FrozenReference
 from helmsman.recipes.tokens import FolderTokenizer, model_limits
 
 
 class Teacher:
-    """Adds a teacher's judgement of each token to its advantage.
+    """Adds a teacher's judgement of each token to samples.
 
     Args:
-        model: Computes the teacher's log-probabilities.
-        coef: Weight beside the advantages of rewards.
+        model: The teacher.
+        coef: Weight beside the rewards.
+        num_choices: Number of the teacher's most probable tokens; 0 for the sampled tokens alone.
+        num_ids: Number of token ids that the student also has.
     """
 
-    def __init__(self, model: Reference, coef: float) -> None:
+    def __init__(
+        self, model: FrozenReference, coef: float, num_choices: int = 0, num_ids: int = 0
+    ) -> None:
         self._model, self._coef = model, coef
+        self._num_choices, self._num_ids = num_choices, num_ids
 
     def teach(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Add coef * (log teacher - log policy) to the advantages of sampled tokens.
+        """Add the teacher's choices, or coef * (log teacher - log policy) to the advantages.
 
         Args:
-            samples: Samples with ``logprobs`` of the policy and ``advantages``, one or (T,).
+            samples: Samples, which receive ``top_ids`` and ``top_logprobs`` (T, k) and
+                ``top_coef``. Without choices, they have ``logprobs`` of the policy and
+                ``advantages``, one or (T,).
 
         Returns:
-            ``teacher/kl``, the mean of log policy - log teacher over these tokens.
+            Without choices ``teacher/kl``, the mean of log policy - log teacher of sampled tokens.
         """
-        rows = self._model.logprobs([{"input_ids": sample["input_ids"]} for sample in samples])
+        tokens = [{"input_ids": sample["input_ids"]} for sample in samples]
+        if self._num_choices:
+            found = self._model.top_choices(tokens, self._num_choices, self._num_ids)
+            for sample, choices in zip(samples, found, strict=True):
+                sample |= {**dict(zip(PER_CHOICE, choices, strict=True)), "top_coef": self._coef}
+            return {}
+        rows = self._model.logprobs(tokens)
         total, count = 0.0, 0
         for sample, row in zip(samples, rows, strict=True):
             mask, own = sample["loss_mask"], list(map(float, sample["logprobs"]))
@@ -54,31 +67,8 @@ class Teacher:
         return {"teacher/kl": total / max(1, count)}
 
 
-class TopTeacher:
-    """Adds a teacher's k most probable tokens, from which losses compute the divergence.
-
-    Args:
-        model: The teacher.
-        coef: Weight beside the loss of rewards.
-        num_choices: Number of tokens, k.
-        num_ids: Number of token ids that the student also has.
-    """
-
-    def __init__(self, model: FrozenReference, coef: float, num_choices: int, num_ids: int) -> None:
-        self._model, self._coef = model, coef
-        self._num_choices, self._num_ids = num_choices, num_ids
-
-    def teach(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Add ``top_ids`` and ``top_logprobs`` (T, k) and ``top_coef``; returns no metrics."""
-        tokens = [{"input_ids": sample["input_ids"]} for sample in samples]
-        found = self._model.top_choices(tokens, self._num_choices, self._num_ids)
-        for sample, choices in zip(samples, found, strict=True):
-            sample |= {**dict(zip(PER_CHOICE, choices, strict=True)), "top_coef": self._coef}
-        return {}
-
-
-def check_teacher(folder: str, student: str, num_choices: int, field: str) -> int:
-    """Check that a teacher reads the student's tokens.
+def check_teacher(folder: str, student: str, num_choices: int, field: str, longest: int = 0) -> int:
+    """Check that a teacher reads the student's tokens, and as many of them.
 
     Models of a family may have other numbers of embeddings (Qwen2.5: 151,936 and 152,064), and a
     tokenizer more tokens at its end than the other, such as one for padding.
@@ -88,16 +78,23 @@ def check_teacher(folder: str, student: str, num_choices: int, field: str) -> in
         student: Folder of the student.
         num_choices: The setting ``<field>_top_k``.
         field: The setting with the teacher's folder.
+        longest: Maximum length of a sequence in tokens.
 
     Returns:
         The number of token ids that both models have.
 
     Raises:
         ValueError: The tokenizers differ, one is missing, the teacher has no embedding of a
-            student's token, or there are fewer ids than ``num_choices``.
+            student's token or too few positions, or there are fewer ids than ``num_choices``.
     """
     own, other = (FolderTokenizer(each).tokenizer.get_vocab() for each in (student, folder))
-    rows, rows_of_teacher = (model_limits(each)[0] for each in (student, folder))
+    rows, (rows_of_teacher, positions) = model_limits(student)[0], model_limits(folder)
+    if longest > positions:
+        raise ValueError(
+            f"{field}, {folder}, has {positions} positions, and a sequence may have {longest} "
+            "tokens; expected as many positions. Lower data.max_prompt_tokens and "
+            "rollout.max_new_tokens (or data.max_tokens in SFT), or give another teacher"
+        )
     last, last_of_teacher = max(own.values()), max(other.values())
     shared = 1 + min(last, last_of_teacher)
     if apart := [each for each in own.items() ^ other.items() if each[1] < shared]:

@@ -100,14 +100,15 @@ class ChatTokenizer(FolderTokenizer):
     Args:
         folder: Folder of the model.
         data: Settings with the template, its variables and the system prompt.
+        needs_end: Whether a tokenizer without an end token is refused.
 
     Raises:
         ValueError: Tokenizer, template or generation_config.json is invalid.
         OSError: A file cannot be read.
     """
 
-    def __init__(self, folder: str, data: Data) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: str, data: Data, *, needs_end: bool = True) -> None:
+        super().__init__(folder, needs_end=needs_end)
         if data.chat_template is not None:
             try:
                 self.tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
@@ -118,7 +119,7 @@ class ChatTokenizer(FolderTokenizer):
         self._field = repr(data.prompt_key)
         num_embedded, self.max_positions = model_limits(folder)
         self._num_tokens = min(len(self.tokenizer), num_embedded)
-        stops = {self.eos_id, *_end_tokens(Path(folder))}
+        stops = {each for each in (self.eos_id, *_end_tokens(Path(folder))) if each >= 0}
         self._learn_template(data, stops)
         self.stop_ids = tuple(sorted(stops | {each for each in [self.end_id] if each is not None}))
         """Stop tokens: of the tokenizer, of generation_config.json and of the chat template."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,16 @@ def test_verdict_is_parsed_by_a_function(folder: Path, tmp_path: Path) -> None:
     (good, unknown), _ = score(judge, "1", "b")
     assert good.total == 12.0
     assert "returned None; expected a number from at least one" in unknown.failures[0].cause
+
+
+def test_verdict_whose_thinking_the_template_begins(folder: Path, tmp_path: Path) -> None:
+    """Cut off in its thoughts, it has no mark of them: huggingface/trl issue 6966."""
+    shutil.copytree(folder / "lm", tmp_path / "lm")
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}"
+    (tmp_path / "lm" / "chat_template.jinja").write_text(template)
+    given: dict[str, Any] = {**ENDS, "parse": "(x)", "processes": 1, "judge": str(tmp_path / "lm")}
+    (found,), _ = score(judge_of(Reward(**given)), "b")
+    assert "answered '<think>x', cut off at max_new_tokens: " in found.failures[0].cause
 
 
 def test_failures_of_the_judge(folder: Path) -> None:

@@ -62,8 +62,13 @@ def test_grpo_rows_and_functions(
     assert steps() == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="data is .* in the run to resume and .* now"):
         inline(model, out, resume=True, data=["1+1="]).train()
+    adapters = {"engine": {"lora": {"alpha": 8.0}}}
+    with pytest.raises(ValueError, match=r"train.engine.lora is None in the run .*'alpha': 8.0"):
+        inline(model, out, resume=True, train=adapters).train()
+    (out / "adapter").mkdir()
     inline(model, out, overwrite=True).train()
     assert steps() == [0, 1, 2]
+    assert not (out / "adapter").exists(), "it would be of another model"
     shutil.copytree(model, out / "model", dirs_exist_ok=True)
     teacher = {"teacher": str(out / "model")}
     message = "algorithm.teacher .*/model is inside the output folder .*, which a new run replaces"

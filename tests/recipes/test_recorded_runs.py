@@ -76,7 +76,10 @@ def test_recording_refused_before_the_start(runs: Runs, capsys: pytest.CaptureFi
         (["--steps", "3"], "which has no rollouts/step-000003.parquet; expected"),
         (["--data.num_held_out", "3"], "prompt_ids are those of"),
         (["--samples_per_prompt", "4"], "samples_per_prompt is 2, expected 4"),
-        (["--out", str(source), "--overwrite"], "in the output folder, which a new run replaces"),
+        (
+            ["--out", str(source), "--overwrite"],
+            f"rollout.recorded {source} is inside the output folder {source}, which a new",
+        ),
     ):
         assert runs.here("out", *TWO_STEPS, *replay(source), *more) == 2
         assert message in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helmsman.recipes import GRPO, SFT, make_model
-from helmsman.recipes.reference import Reference
+from helmsman.recipes.reference import FrozenReference
 from helmsman.recipes.roles import make_jobs
 from helmsman.recipes.teacher import Teacher, check_teacher
 from helmsman.recipes.tokens import FolderTokenizer
 from tests.recipes.runs import lines
 
 
-class Fixed(Reference):
+class Fixed(FrozenReference):
     """Gives each token of a sample its own log-probability."""
+
+    def __init__(self) -> None:
+        """Have no ranks."""
 
     def logprobs(self, tokens: Sequence[dict[str, Any]]) -> list[Any]:
         return [-0.5 * torch.arange(len(each["input_ids"])).float() for each in tokens]
@@ -106,12 +110,26 @@ def test_models_of_a_family_with_other_numbers_of_tokens(tmp_path: Path) -> None
         check_teacher(one, other, num_ids + 1, "teacher")
 
 
+def test_teacher_of_a_shorter_context_refused(student: Path, tmp_path: Path) -> None:
+    """Qwen2.5-Math has 4,096 positions, and its students more; beyond them, it guesses."""
+    teacher = make_model(tmp_path / "teacher", num_layers=1, width=32)
+    path = teacher / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 64}))
+    recipe = GRPO(
+        str(student), ["1"], rewards=[], algorithm={"teacher": str(teacher)}, out=str(tmp_path)
+    )
+    with pytest.raises(ValueError, match=r"has 64 positions, and a sequence may have 512 tokens;"):
+        recipe.load()
+    sft: dict[str, Any] = {"teacher": str(teacher), "out": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"^teacher, .* has 64 positions"):
+        SFT(str(student), [{"text": "1"}], **sft).load()
+    SFT(str(student), {"train": [{"text": "1"}], "max_tokens": 64}, **sft).load()
+
+
 def test_settings_of_the_top_k(student: Path, tmp_path: Path) -> None:
     def recipe(**algorithm: Any) -> GRPO:
         return GRPO(str(student), ["1"], rewards=["exact"], algorithm=algorithm, out=str(tmp_path))
 
-    with pytest.raises(ValueError, match="teacher_top_k is 8, and algorithm.teacher is empty"):
-        recipe(teacher_top_k=8)
     with pytest.raises(ValueError, match="and algorithm.loss is 'dpo'; expected grpo, ppo, gspo"):
         recipe(teacher=str(student), teacher_top_k=8, loss="dpo")
     with pytest.raises(ValueError, match=r"algorithm\.teacher_top_k is 9999; expected at most"):
@@ -148,14 +166,15 @@ def test_answers_with_a_teacher(student: Path, tmp_path: Path) -> None:
         [row["prompt"] for row in rows],
         rewards=[],
         algorithm=algorithm,
-        prompts_per_step=8,
-        samples_per_prompt=2,
+        prompts_per_step=16,
+        samples_per_prompt=1,
         rollout={"max_new_tokens": 6},
         out=str(tmp_path / "grpo"),
         **shared,
     )
     for recipe in (sft, grpo):
         recipe.train()
+        assert "evaluations: none" not in recipe.describe(), "there is nothing held out"
         found = lines(Path(recipe.settings.out) / "metrics.jsonl")
         divergences = [row["teacher/kl"] for row in found if "teacher/kl" in row]
         assert len(divergences) == 4
@@ -173,6 +192,20 @@ def test_teacher_beside_the_trainer_without_rewards(student: Path, tmp_path: Pat
             algorithm={"teacher": str(student), "preset": "dapo"},
             out=str(tmp_path),
         )
+    for algorithm in (
+        {"teacher": str(student), "preset": "ppo"},
+        {"teacher": str(student), "teacher_coef": 0},
+    ):
+        with pytest.raises(ValueError, match="rewards is empty; expected at least one"):
+            GRPO(str(student), ["1"], rewards=[], algorithm=algorithm, out=str(tmp_path))
+    measured = [{"use": "exact", "weight": 0}]
     algorithm = {"teacher": str(student)}
+    GRPO(str(student), ["1"], rewards=measured, algorithm=algorithm, samples_per_prompt=1)
+    with pytest.raises(ValueError, match="samples_per_prompt is 1; expected 2 or more, since rew"):
+        GRPO(str(student), ["1"], rewards="exact", algorithm=algorithm, samples_per_prompt=1)
     recipe = GRPO(str(student), ["1"], rewards=[], algorithm=algorithm, out=str(tmp_path))
     assert [job.role for job in make_jobs(recipe.settings)] == ["train", "rollout", "teacher"]
+    held: dict[str, Any] = {"train": ["1"], "held_out": ["2"]}
+    recipe = GRPO(str(student), held, rewards=[], algorithm=algorithm, out=str(tmp_path))
+    recipe.load()
+    assert "evaluations: none without rewards; one of weight 0 measures alone" in recipe.describe()

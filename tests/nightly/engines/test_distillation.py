@@ -12,7 +12,7 @@ from helmsman.api.weights import MemoryTarget, WeightFormat
 from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.train import FSDPTrainEngine
 from helmsman.recipes.reference import FrozenReference
-from helmsman.recipes.teacher import Teacher, TopTeacher
+from helmsman.recipes.teacher import Teacher
 from tests.engines.conftest import Make
 from tests.engines.small_models import LLAMA
 
@@ -37,7 +37,7 @@ class Engine(FrozenReference):
 
 
 async def on_own_tokens(
-    student: FSDPTrainEngine, measure: Teacher, loss: str, teacher: Teacher | TopTeacher
+    student: FSDPTrainEngine, measure: Teacher, loss: str, teacher: Teacher
 ) -> list[float]:
     """Train on tokens that the student samples; returns its sampled divergence before each step."""
     rollout = HFRolloutEngine(model=STUDENT, max_concurrency=128, max_model_len=16, dtype="float32")
@@ -94,7 +94,7 @@ async def test_student_of_half_the_width(make: Make) -> None:
     found = await on_own_tokens(sampled, measure, "grpo", measure)
     first, last = mean(found[:5]), mean(found[-5:])
     assert last < 0.65 * first, (first, last)
-    choices = TopTeacher(Engine(counting), 1.0, 8, LLAMA["vocab_size"])
+    choices = Teacher(Engine(counting), 1.0, 8, LLAMA["vocab_size"])
     found = await on_own_tokens(top, measure, "grpo", choices)
     # The divergence over the top 8 reaches in a third of the steps what sampled advantages reach.
     assert mean(found[15:20]) < last, (found, last)

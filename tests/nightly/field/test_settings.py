@@ -30,6 +30,7 @@ UNSEEN = {
     "cluster.engine_timeout_s": "models that load slowly",
     "cluster.device_memory_gb": "devices",
     "cluster.rollout_devices": "devices",
+    "algorithm.teacher_workers": "processes of their own",
     "checkpoints.keep": "more steps",
     "checkpoints.max_recoveries": "ranks that die",
     "checkpoints.in_background": "processes of their own",

@@ -133,3 +133,28 @@ def test_ppo_critic_killed(runs: Runs) -> None:
     for ours, theirs in zip(found[1:], quiet[1:], strict=True):
         for name in ("reward/mean", "critic/loss", "loss"):
             assert ours[name] == pytest.approx(theirs[name], abs=2e-4), (ours["step"], name)
+
+
+def test_teacher_on_devices_of_its_own(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, which do not sleep in turns, judge one answer per prompt as one beside does; one
+    that dies is rebuilt.
+    """
+    flags = shlex.split(
+        "--steps 4 --rewards [] --samples_per_prompt 1 --cluster.placement colocated "
+        f"--cluster.env_vars.HELMSMAN_PLATFORM cpu --algorithm.teacher {runs.model} "
+        "--algorithm.teacher_top_k 4"
+    )
+    found = []
+    for devices, workers in (("0", "0"), ("0,1,2", "2")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        more = ["--algorithm.teacher_workers", workers, "--train.minibatches", "2"]
+        process = runs.start(f"out{workers}", *flags, *more)
+        kills = [("teacher", 2)] if workers == "2" else []
+        printed, num_killed = finish(process, runs.folder / f"out{workers}", kills)
+        assert num_killed == len(kills)
+        assert ("teacher (beside train)" in printed) == (workers == "0")
+        found.append(runs.metrics(f"out{workers}")[1:])
+    for one, other in zip(*found, strict=True):
+        assert one["teacher/kl"] == pytest.approx(other["teacher/kl"], abs=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    assert found[0][-1]["grad_norm"] > 0

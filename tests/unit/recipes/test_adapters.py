@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 
 from helmsman.api.corrections import Correction
 from helmsman.engines.train_config import LoRA
+from helmsman.recipes import SFT
 from helmsman.recipes.config import resolve
 from helmsman.recipes.roles import engine_arguments, make_jobs, sends_adapters
 from helmsman.recipes.settings import (
     Algorithm,
     Data,
     GRPOSettings,
+    Machines,
     Reward,
     Rollout,
     Sync,
@@ -61,6 +64,62 @@ def test_sends_adapters_of_experts_to_hf_alone(engine: str, sends: bool, tmp_pat
     assert sends_adapters(settings_of(engine, path=str(tmp_path))) is sends
     (tmp_path / "adapter_config.json").write_text('{"r": 8, "target_parameters": null}')
     assert sends_adapters(settings_of(engine, path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("engine", "targets", "is_refused"),
+    [
+        ("vllm", ["q_proj", "experts.down_proj"], True),
+        ("server", ["model.layers.0.mlp.experts.gate_up_proj"], True),
+        ("vllm", r"model\..*\.(q_proj|experts\.gate_up_proj)", True),
+        ("vllm", ["q_proj", "shared_experts.down_proj"], False),
+        ("hf", ["experts.down_proj"], False),
+        ("my.Engine", ["experts.down_proj"], False),
+    ],
+)
+def test_adapters_of_experts_refused_before_a_worker(
+    engine: str, targets: Any, is_refused: bool
+) -> None:
+    settings = msgspec.structs.replace(
+        settings_of(engine, "adapter", targets=targets), rollout=Rollout(engine=engine)
+    )
+    said = (
+        f"sync.lora is 'adapter', and rollout.engine '{engine}' takes no adapters of experts that "
+        "are one tensor; expected 'merged' or 'auto'"
+    )
+    with pytest.raises(ValueError, match=said) if is_refused else contextlib.nullcontext():
+        resolve(settings)
+
+
+def test_adapters_of_instances_on_several_nodes_refused() -> None:
+    settings = msgspec.structs.replace(
+        settings_of("vllm", "adapter"),
+        cluster=Machines(
+            scheduler="ray", devices_per_node=2, num_nodes=3, rollout_devices=4, train_workers=2
+        ),
+        sync=Sync(lora="adapter", way="collective"),
+    )
+    with pytest.raises(ValueError, match="and an instance spans nodes; expected"):
+        resolve(settings)
+
+
+def test_adapters_that_are_not_trained_refused() -> None:
+    settings = msgspec.structs.replace(settings_of(way="adapter"), train=Train())
+    with pytest.raises(ValueError, match="sync.lora is 'adapter', and train.engine.lora is not gi"):
+        resolve(settings)
+
+
+@pytest.mark.parametrize("content", [None, "[]", "{"])
+def test_folder_without_an_adapter_refused(content: str | None, tmp_path: Path) -> None:
+    """A name on the Hub, such as 'me/my-lora', is no folder."""
+    if content is not None:
+        (tmp_path / "adapter_config.json").write_text(content)
+    recipe = SFT("m", ["text"], train={"engine": {"lora": {"path": str(tmp_path)}}})
+    with pytest.raises(
+        ValueError,
+        match=rf"train.engine.lora.path is {tmp_path}, whose adapter_config.json cannot be read: ",
+    ):
+        recipe.load()
 
 
 @pytest.mark.parametrize("engine", ["vllm", "server"])

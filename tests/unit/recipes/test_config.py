@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from helmsman import LocalScheduler
 from helmsman.api.plan import Plan
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ClusterSnapshot, NodeState
 from helmsman.recipes import config
 from helmsman.recipes.roles import ENGINES, engine_arguments, make_jobs
-from helmsman.recipes.settings import GRPOSettings
+from helmsman.recipes.settings import GRPOSettings, SFTSettings
 from tests.unit.recipes.data import CONFIGS, settings
 
 FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
@@ -157,6 +159,18 @@ def test_load_origin_of_values(file: Path) -> None:
             "^--train.engine.learning_rate: .*unknown field `learning_rate`; did you mean 'lr'",
         ),
         (
+            ("train.engine.lora_rank", "16"),
+            "^--train.engine.lora_rank: .*unknown field `lora_rank`; did you mean 'lora'",
+        ),
+        (
+            ("train.engine.lora", '{"r": 16, "lora_alpha": 32}'),
+            "train.engine.lora: .*unknown field `r`; there are: rank, alpha, targets",
+        ),
+        (
+            ("train.engine.lora", '{"target_modules": ["q_proj"]}'),
+            "train.engine.lora: .*unknown field `target_modules`; did you mean 'targets'",
+        ),
+        (
             ("rewards", '[{"use": "exact"}, {"use": "exact"}]'),
             "run.toml with --rewards: two rewards are called 'exact'",
         ),
@@ -173,6 +187,7 @@ def test_load_origin_of_values(file: Path) -> None:
     [
         (("steps", "0"), "steps is 0; expected 1 or more"),
         (("samples_per_prompt", "1"), "samples_per_prompt is 1"),
+        (("rewards", '[{"use": "exact", "weight": 0}]'), r"rewards\[\].weight is 0 for all; expe"),
         (("train.learning_rate", "1"), "^--train.learning_rate: there is no setting .* 'lr'"),
         (("rollout.temprature", "1"), "'rollout.temprature'; did you mean 'temperature'"),
         (("cluster.placement", "together"), "'together'; expected 'separated' or 'colocated'$"),
@@ -254,11 +269,56 @@ def test_load_colocated_placement() -> None:
         ValueError,
         match="rollout_devices is 4; expected cluster.train_workers",
     ):
+        settings(*colocated, ("cluster.rollout_devices", "2"), ("rollout.engine", "vllm"))
+    with pytest.raises(ValueError, match="rollout_devices is 2; expected 1 with rollout.engine 'h"):
         settings(*colocated, ("cluster.rollout_devices", "2"))
     assert (
         engine_arguments(settings(*colocated, ("rollout.engine", "vllm")))["enable_sleep_mode"]
         is True
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("teacher_coef", "0.9"), ("teacher_top_k", "8"), ("teacher_workers", "1")]
+)
+def test_load_settings_of_an_absent_teacher(name: str, value: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"algorithm\.{name} is {value} without algorithm\.teacher; expected both"
+    ):
+        settings((f"algorithm.{name}", value))
+    given = {name: json.loads(value)}
+    with pytest.raises(ValueError, match=rf" {name} is {value} without teacher; expected both"):
+        config.load(SFTSettings, given={"model": "m", "data": {"train": "t"}, **given})
+
+
+def test_load_workers_of_a_teacher() -> None:
+    teacher = [("algorithm.teacher", "t"), ("algorithm.teacher_workers", "3")]
+    shared = [("train.engine.tensor_parallel_size", "2"), ("cluster.train_workers", "2")]
+    with pytest.raises(ValueError, match=r"of 2, which does not divide algorithm.teacher_workers"):
+        settings(*teacher, *shared)
+    with pytest.raises(ValueError, match=r"expected algorithm.teacher_workers 1, not 3"):
+        settings(*teacher, ("cluster.scheduler", "inline"), ("cluster.train_workers", "1"))
+    with pytest.raises(
+        ValueError, match=r"algorithm.teacher_workers is 3, .* beside 2 of the other roles; exp"
+    ):
+        settings(*teacher, ("cluster.devices_per_node", "4"), ("rollout.engine", "vllm"))
+    given = {"model": "m", "data": {"train": "t"}, "teacher": "t", "teacher_workers": 2}
+    with pytest.raises(
+        ValueError, match=r" teacher_workers is 2, .* beside 1 of the other roles; "
+    ):
+        config.load(SFTSettings, given={**given, "cluster": {"devices_per_node": 2}})
+
+
+def test_make_jobs_teacher_of_its_own() -> None:
+    """Its devices are no other role's, and the others share the rest."""
+    eight = ("cluster.scheduler", "local"), ("cluster.devices_per_node", "8")
+    teacher = ("algorithm.teacher", "t"), ("rollout.engine", "hf")
+    for workers, devices in ((0, ["0", "1"]), (3, ["4", "5", "6"])):
+        found = settings(*eight, *teacher, ("algorithm.teacher_workers", str(workers)))
+        with LocalScheduler(num_gpus=8) as scheduler:
+            roles = {role.role: role for role in scheduler.plan(make_jobs(found)).roles}
+        ranks = [rank for each in roles["teacher"].instances for rank in each.workers]
+        assert [device for rank in ranks for device in rank.devices] == devices
 
 
 def test_load_preset() -> None:

@@ -11,11 +11,19 @@ import pytest
 
 from helmsman.recipes.judges import Judge, LastNumber
 from helmsman.recipes.roles import make_jobs
-from helmsman.recipes.settings import Data, GRPOSettings, Machines, Reward, name_of
+from helmsman.recipes.settings import (
+    Data,
+    GRPOSettings,
+    Machines,
+    Reward,
+    Rollout,
+    devices_apart,
+    name_of,
+)
 from helmsman.recipes.sizes import choose
 from tests.unit.recipes.data import settings
 
-ASKED = {"prompt": "Rate {{ completion }}", "parse": r"(\d+)"}
+ASKED: dict[str, Any] = {"prompt": "Rate {{ completion }}", "parse": r"(\d+)"}
 LM = {"architectures": ["Qwen3ForCausalLM"]}
 CLASSIFIER = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 THREE = {**CLASSIFIER, "id2label": {"1": "fair", "0": "poor", "2": "good"}}
@@ -44,6 +52,8 @@ def judge_of(reward: Reward) -> Judge:
         (r"\[\[([-+.\d]+)\]\]", "so: [[-0.5]]", -0.5),
         (r'"score":\s*([\d.]+)', '{"reason": "5 of 9", "score": 4.5}', 4.5),
         (r"(?i)rating\D*(\d+)(/10)?", "RATING = 9/10", 9.0),
+        (r"Score: (\d+)", "<think>Score: 9? No.</think>\nScore: 2", 2.0),
+        (r"Score: (\d+)", "Score: 9? No.</think>\nScore: 2", 2.0),
     ],
 )
 def test_number_of_verdict(pattern: str, verdict: str, number: float) -> None:
@@ -56,6 +66,8 @@ def test_number_of_verdict(pattern: str, verdict: str, number: float) -> None:
         (r"Score: (\d+)", "I cannot say.", "[]"),
         (r"Score: (\S+)", "Score: 7/10", "['7/10']"),
         (r"(\d)?x", "x", "[None]"),
+        (r"Score: (\d+)", "<think>Perhaps Score: 9, but", "[]"),
+        (r"Score: (\d+)", "<think>Score: 9.</think> I cannot say.", "[]"),
     ],
 )
 def test_verdict_without_number(pattern: str, verdict: str, found: str) -> None:
@@ -112,6 +124,11 @@ def test_folder_without_a_model(tmp_path: Path) -> None:
             ".prompt is 'Rate {completion}', expected the answer in it: {{ completion }}",
         ),
         (LM, {**ASKED, "prompt": "{% if %}{{ completion }}"}, ".prompt is no template: Expected"),
+        (
+            LM,
+            {**ASKED, "prompt": "absent.jinja"},
+            ".prompt is no template: .*No such file .*'abs",
+        ),
         (LM, {**ASKED, "parse": ""}, r".parse is '' \(there is no reward ''; .*a regular express"),
         (LM, {**ASKED, "parse": r"Score: \d+"}, ".parse is .*, expected a regular expression with"),
         (LM, {**ASKED, "parse": r"Score: (?:\d)"}, r"\(it has no group"),
@@ -125,6 +142,20 @@ def test_judge_refused(
     reward = Reward(judge=str(write_folder(tmp_path / "judge", config)), **given)
     with pytest.raises(ValueError, match=re.sub(r"^\.", r"rewards\\[1\\].", message)):
         judge_of(reward)
+
+
+@pytest.mark.parametrize(("engine", "of_judge"), [("hf", None), ("vllm", "hf")])
+def test_judge_of_several_devices_by_an_engine_of_one(
+    tmp_path: Path, engine: str, of_judge: str | None
+) -> None:
+    folder = write_folder(tmp_path / "judge", LM)
+    reward = Reward(judge=str(folder), **ASKED, devices=2, engine=of_judge)
+    cluster, rollout = Machines(devices_per_node=8), Rollout(engine=engine)
+    run = GRPOSettings(
+        model="m", data=Data(train="t"), rewards=(reward,), cluster=cluster, rollout=rollout
+    )
+    with pytest.raises(ValueError, match=r"rewards\[0\].devices is 2, expected 1 or 0 for a j"):
+        Judge(reward, run, {})
 
 
 @pytest.mark.parametrize(
@@ -171,11 +202,15 @@ def test_judge_takes_devices_of_its_own() -> None:
     found = chosen(2)
     assert (found.cluster.placement, found.cluster.train_workers) == ("colocated", 1)
     found = chosen(1, devices=0)
-    assert (found.cluster.placement, found.num_judge_devices) == ("colocated", 0)
+    assert (found.cluster.placement, devices_apart(found)) == ("colocated", {})
     assert make_jobs(found)[-1].tasks[0].gpu == 0
 
     one = ("cluster.devices_per_node", "1")
-    with pytest.raises(ValueError, match=r"judges take 1 devices and the other roles 4, expected"):
+    with pytest.raises(
+        ValueError,
+        match=r"rewards\[0\].instances x devices is 1, .* beside 4 of the other roles; "
+        r"expected at most 1 together \(cluster.devices_per_node x num_nodes\)",
+    ):
         settings(("rewards", '[{"judge": "j"}]'), one)
     free = settings(("rewards", '[{"judge": "j", "devices": 0}]'), one)
-    assert free.num_judge_devices == 0
+    assert devices_apart(free) == {}
