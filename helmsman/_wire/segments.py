@@ -337,7 +337,9 @@ def _is_exclusive(fd: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:
+    except OSError as error:
+        if error.errno is None:  # raised by a signal handler
+            raise
         return False
     return True
 

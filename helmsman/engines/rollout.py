@@ -108,7 +108,11 @@ class HFRolloutEngine(InferenceEngine):
         """
         loop = self._running()
         other: HFRolloutEngine = self._base.beside(self)
-        other._start(loop.share().result())
+        try:
+            other._start(loop.share().result())
+        except BaseException:
+            self._base.leave(other)
+            raise
         return other
 
     def _running(self) -> DecodeLoop:

@@ -211,6 +211,7 @@ class ServerEngine(InferenceEngine):
         self._running().require_server()
         other: ServerEngine = self._base.beside(self, self.config.max_loras)
         other._process, other._group, other._locks = None, None, contextlib.ExitStack()
+        other.failure = self.failure  # type: ignore[method-assign]
         other._requests = self._make_requests(other._read, policy=f"-{next(self._adapter_numbers)}")
         other._adapters = TrainedAdapters(other._requests, self._unload)
         return other
@@ -238,6 +239,7 @@ class ServerEngine(InferenceEngine):
                     leaving.result(self.config.stop_timeout_s)
         finally:
             self._client = None
+            self._base.leave(self)
             if self._process is not None:
                 self._process.stop()
             if self._group is not None:
@@ -533,7 +535,7 @@ class ServerEngine(InferenceEngine):
         """
         requests = self._served()
         check_level(level)
-        self._base.change("sleep()")
+        self._base.require_alone("sleep()")
         if not self.config.sleep:
             raise RuntimeError(
                 "this server was started without support for sleep; set ServerConfig.sleep"
@@ -544,6 +546,7 @@ class ServerEngine(InferenceEngine):
                     f"{len(requests.generations)} requests are in flight; let them end, or abort "
                     "them, before sleep()"
                 )
+            self._base.change()
             if self._state.has_weight_memory:
                 self._on(WeightEvent.SLEPT)
                 await self._send(self._dialect.sleep(level))

@@ -61,10 +61,14 @@ class SharedBase:
         self.policies = [first]
         self._is_as_built = True
 
-    def change(self, what: str = "a whole model") -> None:
-        """Note that a whole model, or a sleep, changes it; raises ValueError if it is shared."""
+    def require_alone(self, what: str) -> None:
+        """Raise ValueError for a change if it is shared."""
         if len(self.policies) > 1:
             raise shares_base(what)
+
+    def change(self) -> None:
+        """Note that a whole model, or a sleep, changes it; raises ValueError if it is shared."""
+        self.require_alone("a whole model")
         self._is_as_built = False
 
     def beside(self, first: Any, max_loras: int | None = None) -> Any:
@@ -81,7 +85,7 @@ class SharedBase:
         if max_loras is not None and max_loras <= len(self.policies):
             raise ValueError(
                 f"max_loras is {max_loras} for {len(self.policies) + 1} policies; expected the sum "
-                "of their max_staleness + 1, and as max_lora_rank the largest of their ranks"
+                "of their max_staleness + 2, and as max_lora_rank the largest of their ranks"
             )
         self.policies.append(copy.copy(first))
         return self.policies[-1]

@@ -604,14 +604,19 @@ def _check_rewards(settings: GRPOSettings) -> None:
             )
     found = "rewards[].weight is 0 for all" if names else "rewards is empty"
     is_taught = algorithm.teacher and algorithm.teacher_coef and not has_critic
-    if not (names and is_rewarded) and not is_taught:
+    is_own_loss = names and "." in algorithm.loss  # it may need no advantages
+    if not (names and is_rewarded) and not is_taught and not is_own_loss:
+        if algorithm.teacher:
+            found += " and algorithm."
+            found += "preset 'ppo' needs one" if has_critic else "teacher_coef is 0"
         raise ValueError(f"{found}; expected at least one, such as [exact], or an agent")
     if is_rewarded and settings.samples_per_prompt < 2 and not has_critic:
         raise ValueError(
             "samples_per_prompt is 1; expected 2 or more, since rewards are compared with those of "
             "other answers"
         )
-    if not is_rewarded and algorithm.dynamic_sampling:
+    differ = agent.is_given or any(reward.weight for reward in settings.rewards)
+    if not differ and algorithm.dynamic_sampling:
         raise ValueError(
             f"{found} and algorithm.dynamic_sampling is true, which replaces all prompts "
             "whose answers have equal rewards; set it to false"

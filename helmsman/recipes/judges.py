@@ -29,7 +29,7 @@ _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Ends of the names of architectures."""
 _OF_TEXT = ("parse", "max_new_tokens", "engine")
 """Settings of language models, which reward models do not have."""
-_THINKING = re.compile(r"(?s)^.*</think>|<think>.*")
+_THINKING = re.compile(r"(?s)^\s*<think>(?:.*</think>|.*)")
 """Text before a verdict, whose numbers are none; it may be cut off."""
 _MOST_KEPT = 4096
 """Number of newest texts whose answers are kept."""

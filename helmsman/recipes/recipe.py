@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import msgspec
 
 from helmsman import Checkpoints, Job, Scheduler
+from helmsman.engines.train_config import LoRA
 from helmsman.recipes.config import as_yaml, read
 from helmsman.recipes.ending import RunSummary, finish
 from helmsman.recipes.files import clear, only_run_in, write_json
@@ -160,7 +161,9 @@ class Recipe(abc.ABC, Generic[S]):
             self.dataset = self.load_data()
             found, prefix = distillation(self.settings)
             if found.teacher:
-                longest = min(self.settings.max_model_len, self.tokenizer.max_positions)
+                rows = self.dataset.train
+                longest = self.settings.trained_len(max(len(row.prompt_ids) for row in rows))
+                longest = min(longest, self.tokenizer.max_positions)
                 given, field = (found.teacher, self.settings.model), f"{prefix}teacher"
                 self.num_teacher_ids = check_teacher(*given, found.teacher_top_k, field, longest)
             self._is_loaded = True
@@ -255,7 +258,8 @@ class Recipe(abc.ABC, Generic[S]):
                 f"--overwrite instead of --resume."
             ) from error
         pairs = {name: (getattr(before, name), getattr(self.settings, name)) for name in self.fixed}
-        pairs["train.engine.lora"] = before.train.lora, self.settings.train.lora
+        if _adapters(before) != _adapters(self.settings):
+            pairs["train.engine.lora"] = before.train.lora, self.settings.train.lora
         for name, (value, now) in pairs.items():
             if value != now:
                 raise ValueError(
@@ -321,6 +325,15 @@ class Recipe(abc.ABC, Generic[S]):
         Returns:
             A function that runs the loop, with the trackers.
         """
+
+
+def _adapters(settings: RunSettings) -> LoRA | None:
+    """Return what determines the adapters of a run; dropout may change."""
+    if settings.train.lora is None:
+        return None
+    lora = msgspec.convert(settings.train.lora, LoRA)
+    path = str(Path(lora.path).absolute()) if lora.path else ""
+    return msgspec.structs.replace(lora, dropout=0.0, path=path)
 
 
 def _progress(out: Path) -> str:

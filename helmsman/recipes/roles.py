@@ -236,10 +236,13 @@ def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
 
 def sends_adapters(settings: GRPOSettings) -> bool:
     """Return whether adapters are trained, and sent alone."""
-    way, is_ours = settings.sync.lora, settings.rollout.engine in ENGINES
+    way, engine = settings.sync.lora, settings.rollout.engine
+    is_ours = engine in ENGINES
     if settings.train.lora is None:
         return False
-    return way == "adapter" or (way == "auto" and is_ours and not unfit_adapters(settings))
+    may_be_experts = engine != "hf" and "experts" in str(settings.train.lora.get("targets", ""))
+    fits = is_ours and not may_be_experts and not unfit_adapters(settings)
+    return way == "adapter" or (way == "auto" and fits)
 
 
 def unfit_adapters(settings: GRPOSettings) -> str:
@@ -247,7 +250,9 @@ def unfit_adapters(settings: GRPOSettings) -> str:
     engine, lora = settings.rollout.engine, settings.train.lora
     if lora is None or settings.cluster.rollout_spans_nodes:
         return "train.engine.lora is not given" if lora is None else "an instance spans nodes"
-    of_experts: Any = re.search(r"(?<![a-z_])experts", str(lora.get("targets", "")))
+    targets = lora.get("targets", "")  # what a regular expression matches, only the model tells
+    listed = () if isinstance(targets, str) else targets
+    of_experts: Any = [each for each in listed if re.fullmatch(r"(.*\.)?experts\.[a-z_]+", each)]
     if engine in ("vllm", "server") and lora.get("path"):
         of_experts = read_adapter(lora["path"]).get("target_parameters")
     unfit = f"rollout.engine {engine!r} takes no adapters of experts that are one tensor"

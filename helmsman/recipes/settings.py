@@ -345,7 +345,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     teacher: str = ""
     """Local folder of a teacher with the same tokenizer (on-policy distillation): log teacher - log
     policy of each sampled token is added to its advantage. With a teacher, ``rewards`` may be
-    empty."""
+    empty, but for the preset ``ppo``."""
     teacher_coef: Amount = 1.0
     """Weight of the teacher beside the rewards."""
     teacher_workers: Natural = 0
@@ -507,6 +507,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Maximum length of prompt plus answer in tokens."""
         return self.data.max_tokens
 
+    def trained_len(self, longest_row: int) -> int:
+        """Return the maximum length of a sequence that is trained on in tokens."""
+        return longest_row
+
 
 class SFTSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of supervised fine-tuning."""
@@ -575,8 +579,9 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def is_rewarded(self) -> bool:
         """Whether rewards count in training, and not a teacher alone."""
-        others = self.agent.is_given or bool(self.algorithm.overlong_buffer)
-        return others or any(each.weight for each in self.rewards)
+        algorithm = self.algorithm
+        others = self.agent.is_given or (algorithm.overlong_buffer and algorithm.overlong_penalty)
+        return bool(others) or any(each.weight for each in self.rewards)
 
     @property
     def num_instances(self) -> int:
@@ -593,6 +598,10 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
             self.check.max_new_tokens if self.check.weights else 0,
         )
         return max(self.data.max_prompt_tokens + longest, self.agent.max_context or 0)
+
+    def trained_len(self, longest_row: int) -> int:
+        """Return the maximum length of a sequence that is trained on in tokens."""
+        return max(longest_row + self.rollout.max_new_tokens, self.agent.max_context or 0)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -139,18 +139,29 @@ def _choose_groups(choices: _Choices) -> None:
     total = cluster.devices_per_node * cluster.num_nodes - sum(devices_apart(settings).values())
     if total < 1:
         return
-    if has_rollout and total == 1:
-        reason = "trainer and instance take turns on one device"
-        choices.take("cluster.placement", "colocated", reason)
     unit, size = max(1, settings.train.model_parallel_size), cluster.rollout_devices
     is_given = choices.is_given("cluster.rollout_instances")
     num_rollout = size * (cluster.rollout_instances if is_given else 1)
+    if isinstance(settings, GRPOSettings):
+        fits = unit + num_rollout <= total
+        can_share = math.lcm(unit, size) <= total and not settings.rollout.staleness
+        if total == 1:
+            reason = "trainer and instance take turns on one device"
+            choices.take("cluster.placement", "colocated", reason)
+        elif not fits and can_share:
+            reason = "trainer and instances do not fit beside each other"
+            choices.take("cluster.placement", "colocated", reason)
     most, reason = total, "a rank for each device"
     if is_shared := has_rollout and choices.settings.cluster.placement == "colocated":
-        unit, most = math.lcm(unit, size), num_rollout if is_given else total
+        unit = math.lcm(unit, size)
+        if is_given:
+            most, reason = num_rollout, "on the instances' devices"
     elif has_rollout:
         most, reason = min(total // 2, total - num_rollout), "up to half of the devices"
-    reason += f", in multiples of {unit}" if unit > 1 else ""
+    if most < unit:
+        reason = "the least for its layout"
+    elif unit > 1:
+        reason += f", in multiples of {unit}"
     choices.take("cluster.train_workers", max(unit, most - most % unit), reason)
     left, reason = choices.settings.cluster.train_workers, "on the trainers' devices"
     if not is_shared:
@@ -166,12 +177,13 @@ def _choose_threads(choices: _Choices) -> None:
     if cluster.devices_per_node or cluster.num_nodes > 1 or cluster.address is not None:
         return
     cores = num_cores()
-    workers = {"train": cluster.train_workers}
+    alone = distillation(settings)[0].teacher_workers  # ranks like the trainer's, beside it
+    workers = {"train": max(cluster.train_workers, alone)}
     if isinstance(settings, GRPOSettings):
         if settings.rollout.staleness:
             return
         workers["rollout"] = settings.num_instances  # judges work beside the others
-    total = sum(workers.values()) + distillation(settings)[0].teacher_workers
+    total = sum(workers.values()) + min(cluster.train_workers, alone)
     most, own = cores, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     reason = f"the roles alternate on {cores} cores"
     if own.isdecimal() and int(own):

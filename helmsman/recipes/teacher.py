@@ -93,7 +93,8 @@ def check_teacher(folder: str, student: str, num_choices: int, field: str, longe
         raise ValueError(
             f"{field}, {folder}, has {positions} positions, and a sequence may have {longest} "
             "tokens; expected as many positions. Lower data.max_prompt_tokens and "
-            "rollout.max_new_tokens (or data.max_tokens in SFT), or give another teacher"
+            "rollout.max_new_tokens (with agents agent.max_context, in SFT data.max_tokens), or "
+            "give another teacher"
         )
     last, last_of_teacher = max(own.values()), max(other.values())
     shared = 1 + min(last, last_of_teacher)

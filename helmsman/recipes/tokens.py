@@ -491,5 +491,5 @@ def model_limits(folder: str) -> tuple[int, int]:
         return sys.maxsize, sys.maxsize
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     rope = getattr(config, "rope_parameters", None) or {}
-    scaled = rope.get("original_max_position_embeddings", positions) * (rope.get("factor") or 1)
+    scaled = (rope.get("original_max_position_embeddings") or positions) * (rope.get("factor") or 1)
     return getattr(config, "vocab_size", sys.maxsize), max(positions, int(scaled))

@@ -66,6 +66,9 @@ def test_grpo_rows_and_functions(
     with pytest.raises(ValueError, match=r"train.engine.lora is None in the run .*'alpha': 8.0"):
         inline(model, out, resume=True, train=adapters).train()
     (out / "adapter").mkdir()
+    inline(model, tmp_path / "lora", train={"engine": {"lora": {"rank": 4}}}).train()
+    same = {"engine": {"lora": {"rank": 4, "alpha": 32.0, "dropout": 0.1}}}
+    inline(model, tmp_path / "lora", resume=True, steps=3, train=same).train()
     inline(model, out, overwrite=True).train()
     assert steps() == [0, 1, 2]
     assert not (out / "adapter").exists(), "it would be of another model"

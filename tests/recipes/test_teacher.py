@@ -121,9 +121,9 @@ def test_teacher_of_a_shorter_context_refused(student: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"has 64 positions, and a sequence may have 512 tokens;"):
         recipe.load()
     sft: dict[str, Any] = {"teacher": str(teacher), "out": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"^teacher, .* has 64 positions"):
-        SFT(str(student), [{"text": "1"}], **sft).load()
-    SFT(str(student), {"train": [{"text": "1"}], "max_tokens": 64}, **sft).load()
+    with pytest.raises(ValueError, match=r"^teacher, .* has 64 positions, and a .* have 71 tokens"):
+        SFT(str(student), [{"text": "1" * 70}], **sft).load()
+    SFT(str(student), [{"text": "1"}], **sft).load()
 
 
 def test_settings_of_the_top_k(student: Path, tmp_path: Path) -> None:
@@ -196,7 +196,9 @@ def test_teacher_beside_the_trainer_without_rewards(student: Path, tmp_path: Pat
         {"teacher": str(student), "preset": "ppo"},
         {"teacher": str(student), "teacher_coef": 0},
     ):
-        with pytest.raises(ValueError, match="rewards is empty; expected at least one"):
+        with pytest.raises(
+            ValueError, match=r"rewards is empty and algorithm.(preset .ppo.|teacher_coef is 0)"
+        ):
             GRPO(str(student), ["1"], rewards=[], algorithm=algorithm, out=str(tmp_path))
     measured = [{"use": "exact", "weight": 0}]
     algorithm = {"teacher": str(student)}

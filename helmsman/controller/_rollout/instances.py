@@ -152,15 +152,23 @@ class Instances(RoleController):
         while True:
             await self.look()
             try:
-                return await self.build([worker_id])
-            # An engine that exists is the lost one: the owner has not ended its process yet.
+                await self.build([worker_id])
+                return
+            # An engine that exists is the lost one, which the owner has not ended yet, or answers.
             except (*_GONE, EngineExistsError, EngineCallError) as error:
+                if reuses and isinstance(error, EngineExistsError) and await self._works(worker_id):
+                    return
                 is_new = isinstance(error, EngineCallError)
                 limit_s = limits.start_s + is_new * limits.create_engine_s
                 may_come = reuses and (is_death(error) or not is_new)
                 if not may_come or time.monotonic() > begun + limit_s:
                     raise
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _works(self, worker_id: str) -> bool:
+        limit_s = self.scheduler.timeouts.health_s
+        health = (await self.scheduler.monitor.ask(worker_id, limit_s, or_busy=False)).health
+        return health is not None and not (health.failure or health.failed_engines)
 
     def check_resizable(self, field: str, value: Any) -> None:
         """Raise InvalidSpecError if the number of workers is fixed."""
@@ -371,7 +379,8 @@ class Instances(RoleController):
         try:
             return await self.ask(instance_id, method, argument, timeout=timeout)
         except _GONE as error:
-            raise _lost(instance_id, str(error)) from error
+            may_have_begun = not isinstance(error, EngineNotFoundError)
+            raise _lost(instance_id, str(error), may_have_begun) from error
         except EngineCallError as error:
             if isinstance(error.__cause__, EngineDeadError):
                 raise _lost(instance_id, error.__cause__.reason) from error
@@ -401,8 +410,8 @@ def is_death(error: Exception) -> bool:
     return isinstance(error, _GONE) or isinstance(error.__cause__, EngineDeadError)
 
 
-def _lost(instance_id: str, reason: str) -> InstanceLostError:
-    return InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=True)
+def _lost(instance_id: str, reason: str, may_have_begun: bool = True) -> InstanceLostError:
+    return InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=may_have_begun)
 
 
 def _lacks_weights(instance: Instance) -> HelmsmanError:

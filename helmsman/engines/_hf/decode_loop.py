@@ -308,13 +308,14 @@ class DecodeLoop:
 
     def _sleep(self, level: int) -> None:
         check_level(level)
-        self._base.change("sleep()")
+        self._base.require_alone("sleep()")
         with self._changed:
             if self._ids:
                 raise RuntimeError(
                     f"{len(self._ids)} request(s) are in flight, so the engine stays awake; wait "
                     "for their end or abort them"
                 )
+            self._base.change()
             self.state = self.state.after(WeightEvent.SLEPT if level == 1 else WeightEvent.DROPPED)
         if level == 2:
             self._host_swap.drop(self._model.parameters())

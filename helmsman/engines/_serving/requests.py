@@ -25,7 +25,8 @@ class Attempt:
 
     def __init__(self, generations: Sequence[Generation], number: str) -> None:
         self.generations = generations
-        self.request_id = f"{generations[0].request.request_id}.{number}"
+        # No id is the beginning of another: SGLang aborts all that begin with one.
+        self.request_id = f"{generations[0].request.request_id}.{number}."
         self.has_ended: set[int] = set()
         """Indices of the generations that the server has ended, for any reason."""
         self.has_tokens = False

@@ -178,9 +178,10 @@ class VLLMInstance:
         """
         if self._watch is not None:
             self._watch.cancel()
-        if (first := self._base.leave(self)) is not None:
-            await self._trained.end(first._trained)
-            return
+        async with self._one_change:
+            if (first := self._base.leave(self)) is not None:
+                await self._trained.end(first._trained)
+                return
         self.failure = self.failure or "it was destroyed"
         await self.requests.abort(None)
         await self.requests.until_ended()
@@ -354,7 +355,7 @@ class VLLMInstance:
         if not self._has_base:
             raise base_is_random()
         number = next(self._lora_numbers)
-        adapter = LoRARequest(f"version {version}", number, folder)
+        adapter = LoRARequest(f"version {version}.{number}", number, folder)  # vLLM compares names
         await self._add_adapter(adapter)
         await self._trained.serve(adapter, version)
 
@@ -403,11 +404,12 @@ class VLLMInstance:
     async def sleep(self, level: int) -> None:
         async with self._one_change:
             self._require_life()
-            self._base.change("sleep()")
+            self._base.require_alone("sleep()")
             if num := len(self.requests.generations):
                 raise RuntimeError(
                     f"{num} requests are in flight; abort them, or let them end, before sleep()"
                 )
+            self._base.change()
             if self.state.has_weight_memory:
                 await self._fall_asleep(level)
             if level == 2:

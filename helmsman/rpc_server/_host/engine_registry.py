@@ -6,7 +6,8 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from helmsman._process.command import CommandEngine
@@ -59,8 +60,9 @@ class EngineRegistry:
     def add(self, name: str, engine: Any) -> None:
         self._engines[name] = engine
 
-    def by_name(self) -> dict[str, Any]:
-        return dict(self._engines)
+    def by_name(self) -> Mapping[str, Any]:
+        """Return a view, which keeps no destroyed engine alive."""
+        return types.MappingProxyType(self._engines)
 
     def types(self) -> dict[str, str]:
         """Return the class of each engine, by name."""

@@ -71,7 +71,8 @@ def test_sends_adapters_of_experts_to_hf_alone(engine: str, sends: bool, tmp_pat
     [
         ("vllm", ["q_proj", "experts.down_proj"], True),
         ("server", ["model.layers.0.mlp.experts.gate_up_proj"], True),
-        ("vllm", r"model\..*\.(q_proj|experts\.gate_up_proj)", True),
+        ("vllm", r"^(?!.*experts).*_proj$", False),
+        ("vllm", ["experts.0.w1"], False),
         ("vllm", ["q_proj", "shared_experts.down_proj"], False),
         ("hf", ["experts.down_proj"], False),
         ("my.Engine", ["experts.down_proj"], False),

@@ -54,6 +54,8 @@ def judge_of(reward: Reward) -> Judge:
         (r"(?i)rating\D*(\d+)(/10)?", "RATING = 9/10", 9.0),
         (r"Score: (\d+)", "<think>Score: 9? No.</think>\nScore: 2", 2.0),
         (r"Score: (\d+)", "Score: 9? No.</think>\nScore: 2", 2.0),
+        (r"Score: (\d+)", "The <think> block is concise. Score: 7", 7.0),
+        (r"Score: (\d+)", "Score: 8. It closes </think> properly.", 8.0),
     ],
 )
 def test_number_of_verdict(pattern: str, verdict: str, number: float) -> None:

@@ -79,6 +79,10 @@ def test_choose_groups_of_devices() -> None:
             (3, 3),
         ),
         ({"devices_per_node": 6}, 0, {"tensor_parallel_size": 4}, (4, 2)),
+        # those that fit in turns alone are colocated
+        ({"devices_per_node": 8, "rollout_devices": 8}, 0, {}, (8, 1)),
+        ({"devices_per_node": 2}, 0, {"tensor_parallel_size": 2}, (2, 2)),
+        ({"devices_per_node": 8, "rollout_devices": 4}, 1, {"tensor_parallel_size": 4}, (4, 1)),
     ],
 )
 def test_choose_groups_that_the_layouts_can_use(
