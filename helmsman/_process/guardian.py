@@ -35,7 +35,7 @@ _MARKED = 1 << 62
 _PID_BITS = 22
 """Size of the kernel's largest pid in bits; above it are the 40 bits of the run's id."""
 
-_CLEANERS_S = 1.0
+_CLEANERS_S = 2.0
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info of 64 bytes), Linux 6.13
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15
 
@@ -216,7 +216,7 @@ def end_members(pids: set[int], worker_pid: int, tag: str) -> set[int]:
 def end_all(find: Callable[[], set[int]], *, limit_s: float = 5.0) -> set[int]:
     """Kill the processes that ``find`` returns until it returns none.
 
-    Processes that clean up after others get up to a second for it: Python's trackers of shared
+    Processes that clean up after others get up to two seconds for it: Python's trackers of shared
     memory, and the forkserver and watcher of a run within the family. They exit once the processes
     that they watch have exited.
 

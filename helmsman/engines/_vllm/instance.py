@@ -178,10 +178,9 @@ class VLLMInstance:
         """
         if self._watch is not None:
             self._watch.cancel()
-        async with self._one_change:
-            if (first := self._base.leave(self)) is not None:
-                await self._trained.end(first._trained)
-                return
+        if (first := self._base.leave(self)) is not None:
+            await self._trained.end(first._trained)
+            return
         self.failure = self.failure or "it was destroyed"
         await self.requests.abort(None)
         await self.requests.until_ended()
