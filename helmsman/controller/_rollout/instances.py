@@ -379,8 +379,7 @@ class Instances(RoleController):
         try:
             return await self.ask(instance_id, method, argument, timeout=timeout)
         except _GONE as error:
-            may_have_begun = not isinstance(error, EngineNotFoundError)
-            raise _lost(instance_id, str(error), may_have_begun) from error
+            raise _lost(instance_id, str(error)) from error
         except EngineCallError as error:
             if isinstance(error.__cause__, EngineDeadError):
                 raise _lost(instance_id, error.__cause__.reason) from error
@@ -410,8 +409,8 @@ def is_death(error: Exception) -> bool:
     return isinstance(error, _GONE) or isinstance(error.__cause__, EngineDeadError)
 
 
-def _lost(instance_id: str, reason: str, may_have_begun: bool = True) -> InstanceLostError:
-    return InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=may_have_begun)
+def _lost(instance_id: str, reason: str) -> InstanceLostError:
+    return InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=True)
 
 
 def _lacks_weights(instance: Instance) -> HelmsmanError:

@@ -226,10 +226,13 @@ class Supervisor:
 
     def _on_report(self, report: Report) -> None:
         id_, health = report.worker_id, report.health
-        if health is not None and (
-            failure := health.failure or health.failed_engines.get(self._engine_name or id_)
-        ):
-            report = report._replace(sign=Sign.DEAD, reason=failure)
+        if health is not None:
+            name = self._engine_name or id_
+            failure = health.failure or health.failed_engines.get(name)
+            if name not in health.engines:
+                failure = failure or f"another role has restarted its worker, without {name!r}"
+            if failure:
+                report = report._replace(sign=Sign.DEAD, reason=failure)
         if report.notice is not None:
             self._leave(id_, report.notice)
         elif report.sign is Sign.DEAD:

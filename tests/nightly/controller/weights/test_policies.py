@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.timeout(300)
 
 SPEC = SchedulingSpec(cpu=0.1, port_count=1)
 POLICY = SupervisionPolicy(probe_every_s=0.1, suspect_s=20.0, dead_s=60.0, restart_pause_s=0.1)
+OPTIONS = {"supervision": POLICY, "retries": RetryGeneration()}
 SHORT = SamplingParams(max_new_tokens=24)
 LONG = SamplingParams(max_new_tokens=1500)
 PROMPT = random_tokens(6, seed=1)
@@ -50,7 +52,7 @@ class Policy:
         name: str,
         lora: Any,
         beside: str,
-        supervision: SupervisionPolicy,
+        options: dict[str, Any],
     ) -> None:
         self.train = TrainController(
             scheduler,
@@ -69,8 +71,7 @@ class Policy:
             engine,
             Job(role=name, replicas=2, tasks=[SPEC], scheduling_strategy=strategy),
             engine_kwargs=fields,
-            retries=RetryGeneration(),
-            supervision=supervision,
+            **options,
         )
         self.long: list[Future[GenerationResult]] = []
 
@@ -106,7 +107,7 @@ class Policy:
             assert result.versions == sorted(result.versions)
 
 
-@pytest.fixture(params=[POLICY])
+@pytest.fixture(params=[OPTIONS])
 def policies(
     engines_scheduler: Scheduler, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[list[Policy]]:
@@ -118,7 +119,7 @@ def policies(
         engine_kwargs={"model": LLAMA, "seed": 3},
     ) as base:
         base.export_hf(model)
-    one = Policy(engines_scheduler, model, "first", {"rank": 2, "targets": ["q_proj"]}, "", POLICY)
+    one = Policy(engines_scheduler, model, "first", {"rank": 2, "targets": ["q_proj"]}, "", OPTIONS)
     lora = {"rank": 5, "dropout": 0.1}
     other = Policy(engines_scheduler, model, "second", lora, "first", request.param)
     with contextlib.ExitStack() as stack:
@@ -185,7 +186,7 @@ def restarted(scheduler: Scheduler, *worker_ids: str) -> dict[str, int]:
 SLOW = SupervisionPolicy(probe_every_s=100.0, suspect_s=200.0, dead_s=300.0, restart_pause_s=0.1)
 
 
-@pytest.mark.parametrize("policies", [SLOW], indirect=True)
+@pytest.mark.parametrize("policies", [{**OPTIONS, "supervision": SLOW}], indirect=True)
 def test_restart_that_a_policy_finds_by_a_request(
     policies: list[Policy], engines_scheduler: Scheduler
 ) -> None:
@@ -198,3 +199,52 @@ def test_restart_that_a_policy_finds_by_a_request(
     assert len(other.rollout.generate([PROMPT] * 4, SHORT)) == 4
     wait_until(lambda: all_serve(other.rollout), "the second one, too", 60.0)
     other.require_the_trainers()
+
+
+@pytest.mark.parametrize("policies", [{"supervision": POLICY}], indirect=True)
+def test_restart_that_a_policy_finds_by_a_probe(
+    policies: list[Policy], engines_scheduler: Scheduler
+) -> None:
+    """Without requests in flight, the default retries are enough."""
+    other = policies[1]
+    other.train.train_batch([{"input_ids": random_tokens(20, seed=1)}] * 2, "sft")
+    other.sync(ViaMemory()).push()
+    restarted(engines_scheduler, "first/0", "first/1")
+    ids = [each.id for each in other.rollout.workers]
+    wait_until(lambda: engines_of(engines_scheduler, ids) == ids, "the engines are back", 60.0)
+    wait_until(lambda: all_serve(other.rollout), "the second role serves again", 60.0)
+    other.require_the_trainers()
+
+
+def engines_of(scheduler: Scheduler, ids: list[str]) -> list[str]:
+    """Return those of these names that engines of the workers have."""
+    engines = [name for each in scheduler.status() if each.health for name in each.health.engines]
+    return [id_ for id_ in ids if id_ in engines]
+
+
+IMPATIENT = SupervisionPolicy(probe_every_s=0.1, suspect_s=0.5, dead_s=1.0, restart_pause_s=0.1)
+
+
+@pytest.mark.parametrize("policies", [{**OPTIONS, "supervision": IMPATIENT}], indirect=True)
+def test_worker_that_only_the_second_role_gives_up(
+    policies: list[Policy], engines_scheduler: Scheduler
+) -> None:
+    """Its owner does not restart it, so the engine that is still there serves again."""
+    one, other = policies
+    other.train.train_batch([{"input_ids": random_tokens(20, seed=1)}] * 2, "sft")
+    other.sync(ViaMemory()).push()
+    pid = pid_of(engines_scheduler, "first/0")
+    process = psutil.Process(pid)
+    process.suspend()
+    try:
+        wait_until(lambda: not is_alive(other.rollout, "second/0"), "it is given up", 60.0)
+    finally:
+        process.resume()
+    wait_until(lambda: all_serve(other.rollout), "it serves again", 60.0)
+    other.require_the_trainers()
+    assert all_serve(one.rollout)
+    assert pid_of(engines_scheduler, "first/0") == pid
+
+
+def is_alive(rollout: RolloutController, worker_id: str) -> bool:
+    return rollout.stats().instances[worker_id].state.is_alive

@@ -34,6 +34,8 @@ class Cluster:
         self.fails = fails
         self.dead: dict[str, WorkerFailedError] = {}
         self.failed_engines: dict[str, str] = {}
+        self.emptied: set[str] = set()
+        """Instances whose worker another role has restarted."""
         self.aborted: dict[str, asyncio.Event] = {}
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
@@ -55,8 +57,9 @@ class Cluster:
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         if worker_id in self.dead:
             raise self.dead[worker_id]
+        engines = {} if worker_id in self.emptied else {worker_id: "Engine"}
         return WorkerHealth(
-            worker_id=worker_id, pid=1, node="", engines={}, failed_engines=self.failed_engines
+            worker_id=worker_id, pid=1, node="", engines=engines, failed_engines=self.failed_engines
         )
 
     async def rebuild(self, instance_id: str) -> bool:
@@ -67,6 +70,7 @@ class Cluster:
         if self.moves_away:
             self.leaving.pop(instance_id, None)
         self.dead.pop(instance_id, None)
+        self.emptied.discard(instance_id)
         self.failed_engines = {}
         return True
 
@@ -220,6 +224,18 @@ async def test_failed_engine_is_rebuilt() -> None:
     cluster.failed_engines = {"a": "its server has ended"}
     await supervisor.until_dead("a")
     assert str(requests.instances["a"].error).count("its server has ended") == 1
+    assert requests.instances["b"].is_serving
+    await asyncio.sleep(5.0)
+    assert requests.instances["a"].is_serving
+
+
+@virtually
+async def test_engine_that_is_gone_is_rebuilt() -> None:
+    cluster = Cluster()
+    requests, supervisor = _supervised(cluster)
+    cluster.emptied.add("a")
+    await supervisor.until_dead("a")
+    assert "another role has restarted its worker" in str(requests.instances["a"].error)
     assert requests.instances["b"].is_serving
     await asyncio.sleep(5.0)
     assert requests.instances["a"].is_serving
