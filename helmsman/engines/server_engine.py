@@ -210,8 +210,7 @@ class ServerEngine(InferenceEngine):
         """
         self._running().require_server()
         other: ServerEngine = self._base.beside(self, self.config.max_loras)
-        other._process, other._group, other._locks = None, None, contextlib.ExitStack()
-        other.failure = self.failure  # type: ignore[method-assign]
+        other._group, other._locks = None, contextlib.ExitStack()
         other._requests = self._make_requests(other._read, policy=f"-{next(self._adapter_numbers)}")
         other._adapters = TrainedAdapters(other._requests, self._unload)
         return other
@@ -223,7 +222,9 @@ class ServerEngine(InferenceEngine):
             TimeoutError: A process of the server is still alive after SIGKILL.
         """
         self._is_destroyed = True
-        client, requests = self._client, self._requests
+        client, requests, first = self._client, self._requests, self._base.leave(self)
+        if first is not None:
+            self._process = None  # which is the first policy's
         try:
             if (
                 client is not None
@@ -232,24 +233,25 @@ class ServerEngine(InferenceEngine):
                 and client.loop.is_running()
             ):
                 leaving = asyncio.run_coroutine_threadsafe(
-                    self._leave(client, requests), client.loop
+                    self._leave(client, requests, first), client.loop
                 )
                 with contextlib.suppress(TimeoutError):
                     # The loop is busy; the requests fail when the server ends.
                     leaving.result(self.config.stop_timeout_s)
         finally:
             self._client = None
-            self._base.leave(self)
             if self._process is not None:
                 self._process.stop()
             if self._group is not None:
                 self._group.close()
             self._locks.close()
 
-    async def _leave(self, client: http.ServerClient, requests: Requests) -> None:
+    async def _leave(
+        self, client: http.ServerClient, requests: Requests, first: ServerEngine | None
+    ) -> None:
         await requests.abort(None)
         self._client = None
-        if (first := self._base.leave(self)) is None:
+        if first is None:
             await client.close()
         elif self._adapters is not None and first._adapters is not None:
             await self._adapters.end(first._adapters)

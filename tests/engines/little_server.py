@@ -248,8 +248,9 @@ class Server:
         return await self.succeed(request, body)
 
     async def abort_request(self, request: Any, body: Any) -> Any:
-        if body["rid"] in self.running:
-            self.running[body["rid"]].set()
+        for name, event in self.running.items():  # as SGLang, all that begin with it
+            if name.startswith(body["rid"]):
+                event.set()
         return await self.succeed(request, body)
 
     # --- generation -------------------------------------------------------------------------------

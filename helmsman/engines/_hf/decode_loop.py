@@ -348,10 +348,13 @@ class DecodeLoop:
             )
         try:
             with incoming(weights, self._weight_group) as arriving:
-                if not is_adapter_in_files(arriving.shapes):
-                    self._base.change()
+                if is_whole := not is_adapter_in_files(arriving.shapes):
+                    self._base.require_alone("a whole model")
                 apply_weights(self._model, arriving, is_whole=self.state.is_whole)
+                if is_whole:
+                    self._base.change()
         except PartialWeightUpdateError:
+            self._base.change()
             self.state = self.state.after(WeightEvent.TORN)
             raise
         self.version, self.state = version, self.state.after(WeightEvent.UPDATED)

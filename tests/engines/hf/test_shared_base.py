@@ -109,7 +109,14 @@ async def test_each_policy_is_its_trainers(add: Adding, model: Any, tmp_path: Pa
     require(base, *await generate(first, 5))
 
 
-async def test_policies_beside_refused(add: Adding, on_the_host: None) -> None:
+def no_memory(*args: Any, **kwargs: Any) -> None:
+    """Fail as the allocation of a cache on a full device."""
+    raise torch.OutOfMemoryError("the device is full")
+
+
+async def test_policies_beside_refused(
+    add: Adding, on_the_host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = add(HFRolloutEngine(model=LLAMA, **FIELDS))
     whole = {name: each.clone() for name, each in first._loop._model.state_dict().items()}
     second = first.beside()
@@ -121,6 +128,13 @@ async def test_policies_beside_refused(add: Adding, on_the_host: None) -> None:
         with pytest.raises(ValueError, match=r"^sleep\(\) would change .* and let no policy sleep"):
             await engine.sleep()
     second.destroy()
+    with monkeypatch.context() as full:
+        full.setattr("helmsman.engines.rollout.DecodeBatch", no_memory)
+        with pytest.raises(torch.OutOfMemoryError, match="is full"):
+            first.beside()
+    with pytest.raises(ValueError, match="which is unchanged. 1 unexpected: unknown"):
+        await first.update_weights({**whole, "unknown": torch.ones(1)}, 1)
+    first.beside().destroy()  # neither has changed the base model, or left a policy
     await first.update_weights(whole, 1)
     with pytest.raises(ValueError, match="has slept or received a whole model; start all"):
         first.beside()

@@ -679,6 +679,13 @@ async def test_policies_on_one_server(dialect: str, tmp_path: Path) -> None:
         samples = await other.agenerate_samples([asked(f"c#{each}", [3], 6) for each in range(2)])
         for result in samples:
             require_of(result, [3], (8, 1.0))
+        tasks = await begun(engine, "e") + [asyncio.create_task(other.agenerate(asked("e", [1])))]
+        await until(lambda: num_tokens(other).get("e", 0) > 0)
+        assert await engine.abort(["e"]) == 1
+        before = num_tokens(other)["e"]
+        await until(lambda: num_tokens(other)["e"] > before + 5)
+        await other.abort(["e"])
+        assert [(await task).stop_reason for task in tasks] == ["abort"] * 2
         names = [each["request_id"] for each in generations(engine) if "request_id" in each]
         assert len(set(names)) == len(names)
         third = engine.beside()
@@ -696,6 +703,25 @@ async def test_policies_on_one_server(dialect: str, tmp_path: Path) -> None:
         await engine.update_weights(tensors_of(1.0), 9)
         with pytest.raises(ValueError, match="has slept or received a whole model; start"):
             engine.beside()
+
+
+async def test_policy_that_ends_unused(dialect: str, tmp_path: Path) -> None:
+    """The first policy takes a whole model again, and still has its server."""
+    async with running(dialect, tmp_path, **ADAPTERS) as engine:
+        other = engine.beside()
+        await asyncio.to_thread(other.destroy)
+        await asyncio.to_thread(other.destroy)
+        await engine.update_weights(tensors_of(1.0), 1)
+        require_of(await engine.agenerate(asked("a", [3], 8)), [3], (1, 1.0))
+
+
+async def test_policies_of_a_lost_server(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, **ADAPTERS) as engine:
+        other = engine.beside()
+        assert other.failure() is None
+        os.kill(engine.server_pid(), signal.SIGKILL)
+        await until(lambda: other.failure() is not None)
+        assert "its inference server has ended" in str(other.failure())
 
 
 # --- sleep ----------------------------------------------------------------------------------------
