@@ -145,11 +145,8 @@ def _choose_groups(choices: _Choices) -> None:
     if isinstance(settings, GRPOSettings):
         fits = unit + num_rollout <= total
         can_share = math.lcm(unit, size) <= total and not settings.rollout.staleness
-        if total == 1:
-            reason = "trainer and instance take turns on one device"
-            choices.take("cluster.placement", "colocated", reason)
-        elif not fits and can_share:
-            reason = "trainer and instances do not fit beside each other"
+        if total == 1 or (not fits and can_share):
+            reason = "trainer and instances do not fit beside each other: they take turns"
             choices.take("cluster.placement", "colocated", reason)
     most, reason = total, "a rank for each device"
     if is_shared := has_rollout and choices.settings.cluster.placement == "colocated":

@@ -240,6 +240,17 @@ def test_can_reuse_without_leases(
         segments._leases_tell.cache_clear()
 
 
+def test_signal_during_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler's TimeoutError is an OSError without a number, and no answer of the kernel."""
+
+    def interrupted(*args: object) -> None:
+        raise TimeoutError("the user's alarm")
+
+    monkeypatch.setattr("fcntl.fcntl", interrupted)
+    with pytest.raises(TimeoutError, match="the user's alarm"):
+        segments._is_exclusive(0)
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
