@@ -102,14 +102,12 @@ def make_workload(options: argparse.Namespace) -> Workload:
             *drawn.choice(prefixes),
             *(drawn.randrange(32_000) for _ in range(options.prompt_tokens)),
         ]
-        usual = drawn.lognormvariate(
-            math.log(options.mean_tokens) - options.sigma**2 / 2, options.sigma
-        )
+        mu = math.log(options.mean_tokens) - options.sigma**2 / 2
+        usual = drawn.lognormvariate(mu, options.sigma)
         for sample in range(options.samples):
             request_id = f"{prompt}-{sample}"
-            lengths[request_id] = max(
-                1, min(options.max_tokens, int(usual * drawn.lognormvariate(0.0, 0.25)))
-            )
+            length = int(usual * drawn.lognormvariate(0.0, 0.25))
+            lengths[request_id] = max(1, min(options.max_tokens, length))
             sampling = SamplingParams(max_new_tokens=options.max_tokens)
             requests.append(
                 GenerationRequest(request_id=request_id, prompt_ids=tokens, sampling=sampling)
@@ -141,7 +139,9 @@ async def simulate(
 
     async def check_health(instance_id: str, timeout: float | None) -> WorkerHealth:
         failure = "it was killed" if backend.instances[instance_id].is_lost else None
-        return WorkerHealth(worker_id=instance_id, pid=0, node="", engines={}, failure=failure)
+        return WorkerHealth(
+            worker_id=instance_id, pid=0, node="", engines={instance_id: ""}, failure=failure
+        )
 
     async def leaving() -> dict[str, PreemptionNotice]:
         return {}

@@ -265,7 +265,7 @@ class RestartBudget:
 
     def num_recent(self, now: float) -> int:
         """Return the number of restarts within the window."""
-        self._begun = [at for at in self._begun if now - at < self._window_s]
+        self._begun = [at for at in self._begun if at + self._window_s > now]
         return len(self._begun)
 
     def spend(self, now: float) -> float | None:

@@ -467,6 +467,6 @@ def test_rows_as_trl_by_day() -> None:
     check_all(200, derandomize=True)
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1800)
 def test_rows_as_trl_by_night() -> None:
     check_all(2000)

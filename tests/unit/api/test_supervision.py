@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 
 import pytest
 
@@ -273,3 +274,15 @@ def test_restart_budget() -> None:
     assert budget.spend(300.0) == 0.5
     assert RestartBudget(0, 1.0).spend(0.0) is None
     assert RestartBudget(0, 1.0).free_in_s(0.0) == math.inf
+
+
+def test_restart_budget_is_free_after_the_wait() -> None:
+    """Rounding would leave a wait too short to move the clock, again and again."""
+    numbers = random.Random(0)
+    for _ in range(10_000):
+        budget = RestartBudget(1, window_s=600.0)
+        budget.spend(begun := numbers.uniform(0.0, 1e4))
+        now = begun + numbers.uniform(0.0, 600.0)
+        for _ in range(2):
+            now += budget.free_in_s(now)
+        assert budget.spend(now) is not None, (begun, now)
