@@ -161,7 +161,8 @@ class FakeScheduler(_Base):  # type: ignore[misc]
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         if self._deaths[worker_id].done():
             raise make_death(worker_id)
-        return WorkerHealth(worker_id=worker_id, pid=1, node="127.0.0.1", engines={})
+        engines = {worker_id: "Engine"} if worker_id in self.engines else {}
+        return WorkerHealth(worker_id=worker_id, pid=1, node="127.0.0.1", engines=engines)
 
     async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         return {}
