@@ -25,9 +25,9 @@ from helmsman.recipes.judges import Judge
 from helmsman.recipes.prompts import Dataset, Draws
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.recorded import NoAnswers, RolloutFiles
-from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
+from helmsman.recipes.reference import FrozenReference, make_reference
 from helmsman.recipes.rewards import Caller, make_caller
-from helmsman.recipes.roles import judge_role, make_jobs, make_rollout, make_trainer, takes_turns
+from helmsman.recipes.roles import judge_role, make_jobs, make_rollout, start_ranks
 from helmsman.recipes.run import RecipeRun
 from helmsman.recipes.scorer import Scorer
 from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
@@ -172,17 +172,8 @@ class GRPO(Recipe[GRPOSettings]):
         """Start trainer, reference, critic, rollout, judges and rewards."""
         settings = self.settings
         is_recorded = settings.rollout.is_recorded
-        served = {"rollout", *map(judge_role, settings.judges)}
-        ranked = {
-            role: make_trainer(settings, scheduler, job)
-            for role, job in jobs.items()
-            if role not in served
-        }
-        trainer, ranks, values = ranked["train"], ranked.get("reference"), ranked.get("critic")
-        for role, controller in ranked.items():
-            controller.initialize()
-            if takes_turns(settings, role):
-                controller.sleep()  # the next controller needs the devices
+        ranked = start_ranks(settings, scheduler, jobs)
+        trainer, values = ranked["train"], ranked.get("critic")
         rollout: RolloutController | None = None
         answers: Answers = NoAnswers()
         if not is_recorded:
@@ -200,11 +191,7 @@ class GRPO(Recipe[GRPOSettings]):
         elif settings.cluster.takes_turns:
             trainer.wake()  # and keeps the devices
 
-        reference: Reference | None = None
-        if ranks is not None:
-            reference = FrozenReference(ranks, settings)
-        elif settings.algorithm.kl_coef:
-            reference = BaseReference(trainer)
+        reference = make_reference(ranked, settings) if settings.algorithm.kl_coef else None
         teacher: Teacher | None = None
         if (frozen := ranked.get("teacher")) is not None:
             found, own = FrozenReference(frozen, settings), settings.algorithm

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ ENGINES = {
 """Rollout engines by name."""
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's max_lora_rank."""
+_RANKED = ("train", "reference", "teacher", "critic")
+"""Roles of ranks; the others are instances."""
 _POLICIES = {
     "least_tokens": LeastOutstandingTokens,
     "prefix": PrefixAffinity,
@@ -116,6 +119,16 @@ def takes_turns(settings: RunSettings, role: str) -> bool:
     return role != "teacher" or not settings.algorithm.teacher_workers
 
 
+@contextlib.contextmanager
+def awake(ranks: TrainController, is_shared: bool) -> Iterator[None]:
+    """Wake ranks on shared devices for a block; after an error in it they are not put to sleep."""
+    if is_shared:
+        ranks.wake()
+    yield
+    if is_shared:
+        ranks.sleep()
+
+
 def _rollout_job(cluster: Machines) -> Job:
     instances = cluster.rollout_instances
     if cluster.placement == "colocated":
@@ -180,6 +193,31 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
         engine_kwargs=arguments,
         model_parallel_size=settings.train.model_parallel_size,
     )
+
+
+def start_ranks(
+    settings: RunSettings, scheduler: Scheduler, jobs: Mapping[str, Job]
+) -> dict[str, TrainController]:
+    """Start trainer, reference, teacher and critic; those that take turns sleep afterwards.
+
+    Args:
+        settings: The settings of the run.
+        scheduler: The scheduler of the run, whose end closes them.
+        jobs: Jobs by role, in start order; those of instances are left out.
+
+    Returns:
+        The controllers by role.
+    """
+    ranked = {
+        role: make_trainer(settings, scheduler, job)
+        for role, job in jobs.items()
+        if role in _RANKED
+    }
+    for role, controller in ranked.items():
+        controller.initialize()
+        if takes_turns(settings, role):
+            controller.sleep()  # the next controller needs the devices
+    return ranked
 
 
 def make_rollout(
