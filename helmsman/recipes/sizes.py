@@ -19,13 +19,10 @@ S = TypeVar("S", bound=RunSettings)
 
 CHOSEN = frozenset(
     {
-        *(f"cluster.{name}" for name in ("scheduler", "placement", "rollout_instances")),
-        *(f"cluster.{name}" for name in ("devices_per_node", "device_memory_gb", "train_workers")),
-        *(
-            f"cluster.{role}_{name}"
-            for role in ("train", "rollout")
-            for name in ("cpus", "threads")
-        ),
+        *("cluster.scheduler", "cluster.placement", "cluster.rollout_instances"),
+        *("cluster.devices_per_node", "cluster.device_memory_gb", "cluster.train_workers"),
+        *("cluster.train_cpus", "cluster.train_threads"),
+        *("cluster.rollout_cpus", "cluster.rollout_threads"),
         *("rollout.engine", "rollout.max_in_flight", "tracking.to"),
     }
 )
