@@ -517,7 +517,7 @@ def _check_data(settings: RunSettings) -> None:
                 f"which does not divide {key}, {num}"
             )
         if cluster.scheduler == "inline" and num > 1:
-            expected = "1 with cluster.scheduler 'inline', which runs one rank of each model"
+            expected = "1 with scheduler 'inline', one rank of each model in the script's process"
             raise _unfit(settings, key, expected)
     needed, total = cluster.train_workers, cluster.devices_per_node * cluster.num_nodes
     has_rollout = isinstance(settings, GRPOSettings) and not settings.rollout.is_recorded

@@ -198,7 +198,7 @@ def test_load_origin_of_values(file: Path) -> None:
         (("train.minibatches", "3"), " is 3; .* divides prompts_per_step, 4"),
         (("evaluation.k", "[2]"), r"evaluation.k is \[2\]; expected 1 to evaluation.samples, 1"),
         (("evaluation.reward", "nothing"), "evaluation.reward is 'nothing'; the rewards are exact"),
-        (("cluster.scheduler", "inline"), "cluster.train_workers is 2; expected 1 with"),
+        (("cluster.scheduler", "inline"), "cluster.train_workers is 2; expected 1 with sch"),
         (("data.held_out", "other.jsonl"), "data.held_out and data.num_held_out are both given"),
         (
             ("train.engine.gradient_checkpoint", "true"),
