@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import json
 import math
+import operator
 import os
 import re
 import textwrap
@@ -466,6 +467,11 @@ def _check_numbers(value: Any, key: str) -> None:
         raise ValueError(f"{key} is {value}; expected a number of at most 64 bits")
 
 
+def _unfit(settings: RunSettings, key: str, expected: str) -> ValueError:
+    """Return the refusal of a setting that is within its bounds, but does not fit the others."""
+    return ValueError(f"{key} is {operator.attrgetter(key)(settings)!r}; expected {expected}")
+
+
 def _check_train(settings: RunSettings) -> None:
     if taken := _GIVEN_ELSEWHERE.keys() & settings.train.engine.keys():
         name = min(taken)
@@ -487,10 +493,7 @@ def _check_train(settings: RunSettings) -> None:
         )
     name = "prompts_per_step" if isinstance(settings, GRPOSettings) else "batch_size"
     if (size := getattr(settings, name, 0)) % settings.train.minibatches:
-        raise ValueError(
-            f"train.minibatches is {settings.train.minibatches}, which does not divide {name}, "
-            f"{size}"
-        )
+        raise _unfit(settings, "train.minibatches", f"a number that divides {name}, {size}")
 
 
 def _check_data(settings: RunSettings) -> None:
@@ -514,10 +517,8 @@ def _check_data(settings: RunSettings) -> None:
                 f"which does not divide {key}, {num}"
             )
         if cluster.scheduler == "inline" and num > 1:
-            raise ValueError(
-                "cluster.scheduler 'inline' runs one rank of each model, in the script's process; "
-                f"expected {key} 1, not {num}"
-            )
+            expected = "1 with scheduler 'inline', one rank of each model in the script's process"
+            raise _unfit(settings, key, expected)
     needed, total = cluster.train_workers, cluster.devices_per_node * cluster.num_nodes
     has_rollout = isinstance(settings, GRPOSettings) and not settings.rollout.is_recorded
     if has_rollout and cluster.placement == "separated":
@@ -529,9 +530,7 @@ def _check_data(settings: RunSettings) -> None:
             f"expected at most {total} together (cluster.devices_per_node x num_nodes)"
         )
     if cluster.scheduler != "ray" and cluster.num_nodes > 1:
-        raise ValueError(
-            f"cluster.num_nodes is {cluster.num_nodes}, which requires cluster.scheduler 'ray'"
-        )
+        raise _unfit(settings, "cluster.num_nodes", "1 without cluster.scheduler 'ray'")
 
 
 def _check_cluster(settings: GRPOSettings) -> None:
@@ -549,31 +548,26 @@ def _check_cluster(settings: GRPOSettings) -> None:
                 "use 'collective' or 'disk'"
             )
     if cluster.devices_per_node and cluster.rollout_devices > 1 and rollout.engine == "hf":
-        devices = f"cluster.rollout_devices is {cluster.rollout_devices}"
-        raise ValueError(f"{devices}; expected 1 with rollout.engine 'hf', or 'vllm' or 'server'")
+        expected = "1 with rollout.engine 'hf', or 'vllm' or 'server'"
+        raise _unfit(settings, "cluster.rollout_devices", expected)
     if cluster.placement == "colocated":
+        beside = "with cluster.placement 'colocated'"
         num_devices = cluster.rollout_instances * cluster.rollout_devices
         if cluster.takes_turns and num_devices != cluster.train_workers:
             raise ValueError(
                 f"cluster.rollout_instances x rollout_devices is {num_devices}; expected "
                 f"cluster.train_workers, {cluster.train_workers}, because the rollout uses the "
-                "trainer's devices with cluster.placement 'colocated'"
+                f"trainer's devices {beside}"
             )
         if rollout.staleness:
-            raise ValueError(
-                f"rollout.staleness is {rollout.staleness:g} with cluster.placement 'colocated', "
-                "where trainer and rollout alternate; expected 0, or placement 'separated'"
-            )
+            expected = f"0 {beside}, where the roles alternate, or placement 'separated'"
+            raise _unfit(settings, "rollout.staleness", expected)
         if settings.sync.way == "collective":
-            raise ValueError(
-                "sync.way is 'collective', which needs one device per member; trainer and rollout "
-                "share devices with cluster.placement 'colocated'. Use 'auto'"
-            )
+            expected = f"'auto' {beside}, since a collective needs one device per member"
+            raise _unfit(settings, "sync.way", expected)
         if settings.sync.in_flight == "abort":
-            raise ValueError(
-                "sync.in_flight is 'abort'; expected 'keep', because no request is in flight "
-                "during a weight sync with cluster.placement 'colocated'"
-            )
+            expected = f"'keep' {beside}, where no request is in flight during a weight sync"
+            raise _unfit(settings, "sync.in_flight", expected)
 
 
 def _check_rewards(settings: GRPOSettings) -> None:
@@ -598,10 +592,8 @@ def _check_rewards(settings: GRPOSettings) -> None:
         if agent.credit == "turn" and has_critic:
             raise ValueError("agent.credit is 'turn'; expected 'session' with a critic")
         if algorithm.overlong_buffer:
-            raise ValueError(
-                "algorithm.overlong_buffer is for single answers; use agent.max_tokens and "
-                "agent.truncated_reward for the sessions of an agent"
-            )
+            expected = "0 with an agent, which has agent.max_tokens and agent.truncated_reward"
+            raise _unfit(settings, "algorithm.overlong_buffer", expected)
     found = "rewards[].weight is 0 for all" if names else "rewards is empty"
     is_taught = algorithm.teacher and algorithm.teacher_coef and not has_critic
     is_own_loss = names and "." in algorithm.loss  # it may need no advantages
@@ -611,10 +603,8 @@ def _check_rewards(settings: GRPOSettings) -> None:
             found += "preset 'ppo' needs one" if has_critic else "teacher_coef is 0"
         raise ValueError(f"{found}; expected at least one, such as [exact], or an agent")
     if is_rewarded and settings.samples_per_prompt < 2 and not has_critic:
-        raise ValueError(
-            "samples_per_prompt is 1; expected 2 or more, since rewards are compared with those of "
-            "other answers"
-        )
+        expected = "2 or more, since rewards are compared with those of other answers"
+        raise _unfit(settings, "samples_per_prompt", expected)
     differ = agent.is_given or any(reward.weight for reward in settings.rewards)
     if not differ and algorithm.dynamic_sampling:
         raise ValueError(
@@ -651,16 +641,12 @@ def _check_rest(settings: GRPOSettings) -> None:
                 f"{key} is {engine!r}; expected {', '.join(known)}, or a class's import path"
             )
     if "." not in algorithm.loss and algorithm.loss not in LOSS_NAMES:
-        raise ValueError(
-            f"algorithm.loss is {algorithm.loss!r}; expected {', '.join(LOSS_NAMES)}, or a "
-            "function's import path"
-        )
+        expected = f"{', '.join(LOSS_NAMES)}, or a function's import path"
+        raise _unfit(settings, "algorithm.loss", expected)
     if settings.correction.mode != "none" or settings.correction.outlier is not None:
         if algorithm.loss not in _CORRECTED:
-            raise ValueError(
-                f"correction is given, and algorithm.loss is {algorithm.loss!r}; expected "
-                f"{', '.join(_CORRECTED)}, which weigh their tokens by it"
-            )
+            expected = f"{', '.join(_CORRECTED)}, which weigh their tokens by the correction"
+            raise _unfit(settings, "algorithm.loss", expected)
         if algorithm.old_logprobs == "both":
             raise ValueError(
                 "correction is given, and the loss is relative to the trainer's "
@@ -668,11 +654,9 @@ def _check_rest(settings: GRPOSettings) -> None:
             )
     losses = (*_CORRECTED, "decoupled_ppo")
     if algorithm.teacher_top_k and algorithm.loss not in losses:
-        raise ValueError(
-            f"algorithm.teacher_top_k is {algorithm.teacher_top_k}, and algorithm.loss is "
-            f"{algorithm.loss!r}; expected {', '.join(losses)}, which add the divergence from "
-            "the teacher, or teacher_top_k 0"
-        )
+        expected = f"{', '.join(losses)}, which add the divergence from the teacher, or "
+        expected += f"algorithm.teacher_top_k 0, not {algorithm.teacher_top_k}"
+        raise _unfit(settings, "algorithm.loss", expected)
     if settings.sync.lora == "adapter" and (why := unfit_adapters(settings)):
         raise ValueError(f"sync.lora is 'adapter', and {why}; expected 'merged' or 'auto'")
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
@@ -681,7 +665,5 @@ def _check_rest(settings: GRPOSettings) -> None:
             f"{evaluation.samples}"
         )
     if algorithm.overlong_buffer > settings.rollout.max_new_tokens:
-        raise ValueError(
-            f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; expected at most "
-            f"rollout.max_new_tokens, {settings.rollout.max_new_tokens}"
-        )
+        expected = f"at most rollout.max_new_tokens, {settings.rollout.max_new_tokens}"
+        raise _unfit(settings, "algorithm.overlong_buffer", expected)

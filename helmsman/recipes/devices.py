@@ -43,20 +43,14 @@ class Devices:
         if rollout is None:
             return
         self._sync = make_sync(settings, trainer, rollout)
-        # Over-sampled episodes may have open requests when a batch is complete: hold them until the
-        # instances have the devices again.
-        self._turns = (
-            # Adapters need the base model's weights, which level 2 drops.
-            DeviceHandoff(
-                trainer,
-                rollout,
-                self._sync,
-                level=1 if sends_adapters(settings) else 2,
-                hold_requests=True,
+        if settings.cluster.takes_turns:
+            # Adapters need the base model's weights, which level 2 drops. Over-sampled episodes may
+            # have open requests when a batch is complete: hold them until the instances have the
+            # devices again.
+            level = 1 if sends_adapters(settings) else 2
+            self._turns = DeviceHandoff(
+                trainer, rollout, self._sync, level=level, hold_requests=True
             )
-            if settings.cluster.takes_turns
-            else None
-        )
         rows = [*dataset.held_out, *dataset.train][: settings.check.prompts]
         prompts, path = [row.prompt_ids for row in rows], Path(settings.out) / "checks.jsonl"
         self._check = WeightCheck(prompts, settings.check, path) if settings.check.weights else None

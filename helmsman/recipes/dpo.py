@@ -15,8 +15,8 @@ from helmsman.api.pairs import pair_samples
 from helmsman.recipes.batches import log_likelihood, split, train_metrics
 from helmsman.recipes.prompts import Encode, Row, preferences
 from helmsman.recipes.recipe import Recipe
-from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
-from helmsman.recipes.roles import learning_rate, make_trainer, sibling_job, train_job
+from helmsman.recipes.reference import Reference, make_reference
+from helmsman.recipes.roles import learning_rate, sibling_job, start_ranks, train_job
 from helmsman.recipes.run import RecipeRun, is_due
 from helmsman.recipes.settings import DPOSettings, RunSettings
 from helmsman.recipes.trackers import Trackers
@@ -121,15 +121,10 @@ class DPO(Recipe[DPOSettings]):
     ) -> Callable[[Trackers], None]:
         """Start trainer and reference."""
         settings, dataset = self.settings, self.dataset
-        trainer = held.enter_context(make_trainer(settings, scheduler, jobs["train"]))
-        ranks = None
-        if (job := jobs.get("reference")) is not None:
-            ranks = held.enter_context(make_trainer(settings, scheduler, job))
-        reference = BaseReference(trainer) if ranks is None else FrozenReference(ranks, settings)
-
-        def run(trackers: Trackers) -> None:
-            train(
-                RecipeRun(settings, trainer, dataset.train, trackers), reference, dataset.held_out
-            )
-
-        return run
+        ranked = start_ranks(settings, scheduler, jobs)
+        reference = make_reference(ranked, settings)
+        return lambda trackers: train(
+            RecipeRun(settings, ranked["train"], dataset.train, trackers),
+            reference,
+            dataset.held_out,
+        )

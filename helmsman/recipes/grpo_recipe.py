@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+import msgspec
+
 from helmsman import Checkpoints, Job, RolloutController, Scheduler
 from helmsman.agents import AgentGateway
 from helmsman.api.extras import needed_by
@@ -23,9 +25,9 @@ from helmsman.recipes.judges import Judge
 from helmsman.recipes.prompts import Dataset, Draws
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.recorded import NoAnswers, RolloutFiles
-from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
+from helmsman.recipes.reference import FrozenReference, make_reference
 from helmsman.recipes.rewards import Caller, make_caller
-from helmsman.recipes.roles import judge_role, make_jobs, make_rollout, make_trainer, takes_turns
+from helmsman.recipes.roles import judge_role, make_jobs, make_rollout, start_ranks
 from helmsman.recipes.run import RecipeRun
 from helmsman.recipes.scorer import Scorer
 from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
@@ -75,36 +77,24 @@ class GRPO(Recipe[GRPOSettings]):
         self.functions: dict[str, Callable[..., Any]] = {}
         """Rewards and agents passed as functions, by ``use``."""
         if agent is not None:
-            settings["agent"] = self._agent(agent)
+            settings["agent"] = self._entries(agent)
         if rewards is not None:
             is_one = isinstance(rewards, str | Mapping | Reward) or callable(rewards)
             each: Any = [rewards] if is_one else rewards
             settings["rewards"] = [self._entries(reward) for reward in each]
         super().__init__(model, data, **settings)
 
-    def _agent(self, agent: str | Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
-        if isinstance(agent, Mapping):
-            return {**agent, **(self._agent(agent["use"]) if callable(agent.get("use")) else {})}
-        if isinstance(agent, str):
-            return {"use": agent}
-        return {"use": self._entries(agent)["use"]}
-
-    def _entries(self, reward: RewardLike) -> dict[str, Any]:
-        if isinstance(reward, str):
-            return {"use": reward}
-        if isinstance(reward, Reward):
-            return {name: getattr(reward, name) for name in reward.__struct_fields__}
-        if isinstance(reward, Mapping):
-            entries = dict(reward)
-            if callable(entries.get("parse")):
-                entries["parse"] = self._entries(entries["parse"])["use"]
-            if callable(entries.get("use")):
-                return {**entries, **self._entries(entries["use"])}
-            return entries
-        name = getattr(reward, "__name__", type(reward).__name__)
-        use = f"{getattr(reward, '__module__', '')}:{name}"
-        self.functions[use] = reward
-        return {"use": use, "name": name}
+    def _entries(self, given: RewardLike) -> dict[str, Any]:
+        """Return the entries of a reward or an agent, with import paths for its functions."""
+        if isinstance(given, Reward):
+            return msgspec.structs.asdict(given)
+        entries: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"use": given}
+        for key in ("use", "parse"):
+            if callable(function := entries.get(key)):
+                name = getattr(function, "__name__", type(function).__name__)
+                entries[key] = f"{getattr(function, '__module__', '')}:{name}"
+                self.functions[entries[key]] = function
+        return entries
 
     def load_data(self) -> Dataset:
         """Read tokenizer and prompts, and resolve the rewards.
@@ -182,17 +172,8 @@ class GRPO(Recipe[GRPOSettings]):
         """Start trainer, reference, critic, rollout, judges and rewards."""
         settings = self.settings
         is_recorded = settings.rollout.is_recorded
-        served = {"rollout", *map(judge_role, settings.judges)}
-        ranked = {
-            role: make_trainer(settings, scheduler, job)
-            for role, job in jobs.items()
-            if role not in served
-        }
-        trainer, ranks, values = ranked["train"], ranked.get("reference"), ranked.get("critic")
-        for role, controller in ranked.items():
-            controller.initialize()
-            if takes_turns(settings, role):
-                controller.sleep()  # the next controller needs the devices
+        ranked = start_ranks(settings, scheduler, jobs)
+        trainer, values = ranked["train"], ranked.get("critic")
         rollout: RolloutController | None = None
         answers: Answers = NoAnswers()
         if not is_recorded:
@@ -210,11 +191,7 @@ class GRPO(Recipe[GRPOSettings]):
         elif settings.cluster.takes_turns:
             trainer.wake()  # and keeps the devices
 
-        reference: Reference | None = None
-        if ranks is not None:
-            reference = FrozenReference(ranks, settings)
-        elif settings.algorithm.kl_coef:
-            reference = BaseReference(trainer)
+        reference = make_reference(ranked, settings) if settings.algorithm.kl_coef else None
         teacher: Teacher | None = None
         if (frozen := ranked.get("teacher")) is not None:
             found, own = FrozenReference(frozen, settings), settings.algorithm

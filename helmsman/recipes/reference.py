@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from helmsman import TrainController
 from helmsman.api.errors import GroupCallError, StartError, WorkerFailedError
-from helmsman.recipes.roles import takes_turns
+from helmsman.recipes.roles import awake, takes_turns
 from helmsman.recipes.settings import RunSettings
 
 log = logging.getLogger(__name__)
@@ -77,11 +77,8 @@ class FrozenReference(Reference):
             try:
                 if is_lost:
                     self._ranks.recover()
-                if self._takes_turns:
-                    self._ranks.wake()
-                found = forward()
-                if self._takes_turns:
-                    self._ranks.sleep()
+                with awake(self._ranks, self._takes_turns):
+                    return forward()
             except (WorkerFailedError, GroupCallError, StartError) as error:
                 errors = error.errors.values() if isinstance(error, GroupCallError) else [error]
                 losses = (e for e in errors if isinstance(e, WorkerFailedError | StartError))
@@ -98,5 +95,14 @@ class FrozenReference(Reference):
                 log.warning(
                     "a rank of %s was lost; all its ranks are rebuilt: %s", self._ranks.role, said
                 )
-            else:
-                return found
+
+
+def make_reference(ranked: Mapping[str, TrainController], settings: RunSettings) -> Reference:
+    """Return the reference: ranks of its own, or the base model of a trainer of adapters.
+
+    Args:
+        ranked: The controllers of the run by role.
+        settings: The settings of the run.
+    """
+    ranks = ranked.get("reference")
+    return BaseReference(ranked["train"]) if ranks is None else FrozenReference(ranks, settings)

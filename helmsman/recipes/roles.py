@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ ENGINES = {
 """Rollout engines by name."""
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's max_lora_rank."""
+_RANKED = ("train", "reference", "teacher", "critic")
+"""Roles of ranks; the others are instances."""
 _POLICIES = {
     "least_tokens": LeastOutstandingTokens,
     "prefix": PrefixAffinity,
@@ -116,6 +119,16 @@ def takes_turns(settings: RunSettings, role: str) -> bool:
     return role != "teacher" or not settings.algorithm.teacher_workers
 
 
+@contextlib.contextmanager
+def awake(ranks: TrainController, is_shared: bool) -> Iterator[None]:
+    """Wake ranks on shared devices for a block; after an error in it they are not put to sleep."""
+    if is_shared:
+        ranks.wake()
+    yield
+    if is_shared:
+        ranks.sleep()
+
+
 def _rollout_job(cluster: Machines) -> Job:
     instances = cluster.rollout_instances
     if cluster.placement == "colocated":
@@ -182,6 +195,31 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
     )
 
 
+def start_ranks(
+    settings: RunSettings, scheduler: Scheduler, jobs: Mapping[str, Job]
+) -> dict[str, TrainController]:
+    """Start trainer, reference, teacher and critic; those that take turns sleep afterwards.
+
+    Args:
+        settings: The settings of the run.
+        scheduler: The scheduler of the run, whose end closes them.
+        jobs: Jobs by role, in start order; those of instances are left out.
+
+    Returns:
+        The controllers by role.
+    """
+    ranked = {
+        role: make_trainer(settings, scheduler, job)
+        for role, job in jobs.items()
+        if role in _RANKED
+    }
+    for role, controller in ranked.items():
+        controller.initialize()
+        if takes_turns(settings, role):
+            controller.sleep()  # the next controller needs the devices
+    return ranked
+
+
 def make_rollout(
     settings: GRPOSettings, scheduler: Scheduler, job: Job, timeout_s: float | None = None
 ) -> RolloutController:
@@ -210,7 +248,7 @@ def make_rollout(
 
 def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
     """Return the arguments of the rollout engine; ``rollout.engine_args`` overrides the rest."""
-    rollout, cluster = settings.rollout, settings.cluster
+    rollout, cluster, lora = settings.rollout, settings.cluster, settings.train.lora
     arguments: dict[str, Any] = {
         "model": settings.model,
         "max_model_len": settings.max_model_len,
@@ -219,30 +257,24 @@ def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
     if rollout.engine in ("hf", "vllm"):
         arguments["max_concurrency"] = rollout.max_in_flight
     if rollout.engine in ("vllm", "server"):
-        arguments["tensor_parallel_size"] = (
-            cluster.rollout_devices if cluster.devices_per_node else 1
-        )
-        arguments["enable_sleep_mode" if rollout.engine == "vllm" else "sleep"] = (
-            cluster.takes_turns
-        )
-    if rollout.engine in ("vllm", "server") and sends_adapters(settings):
-        assert settings.train.lora is not None
-        rank = adapter_rank(settings.train.lora)
-        arguments["max_lora_rank"] = next((each for each in _VLLM_RANKS if each >= rank), rank)
-        # Requests of each version that may still be trained on can be in one batch.
-        arguments["max_loras"] = 2 + math.ceil(rollout.staleness)
+        num_devices = cluster.rollout_devices if cluster.devices_per_node else 1
+        sleeps = "enable_sleep_mode" if rollout.engine == "vllm" else "sleep"
+        arguments |= {"tensor_parallel_size": num_devices, sleeps: cluster.takes_turns}
+        if lora is not None and sends_adapters(settings):
+            rank = adapter_rank(lora)
+            arguments["max_lora_rank"] = next((each for each in _VLLM_RANKS if each >= rank), rank)
+            # Requests of each version that may still be trained on can be in one batch.
+            arguments["max_loras"] = 2 + math.ceil(rollout.staleness)
     return {**arguments, **rollout.engine_args}
 
 
 def sends_adapters(settings: GRPOSettings) -> bool:
     """Return whether adapters are trained, and sent alone."""
-    way, engine = settings.sync.lora, settings.rollout.engine
-    is_ours = engine in ENGINES
-    if settings.train.lora is None:
-        return False
-    may_be_experts = engine != "hf" and "experts" in str(settings.train.lora.get("targets", ""))
-    fits = is_ours and not may_be_experts and not unfit_adapters(settings)
-    return way == "adapter" or (way == "auto" and fits)
+    way, engine, lora = settings.sync.lora, settings.rollout.engine, settings.train.lora
+    if lora is None or way != "auto":
+        return lora is not None and way == "adapter"
+    may_be_experts = engine != "hf" and "experts" in str(lora.get("targets", ""))
+    return engine in ENGINES and not may_be_experts and not unfit_adapters(settings)
 
 
 def unfit_adapters(settings: GRPOSettings) -> str:

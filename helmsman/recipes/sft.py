@@ -14,7 +14,7 @@ from helmsman.recipes.batches import log_likelihood, split, train_metrics
 from helmsman.recipes.prompts import Encode, Row, supervised
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.reference import FrozenReference
-from helmsman.recipes.roles import learning_rate, make_trainer, teacher_jobs, train_job
+from helmsman.recipes.roles import learning_rate, start_ranks, teacher_jobs, train_job
 from helmsman.recipes.run import RecipeRun, is_due
 from helmsman.recipes.settings import RunSettings, SFTSettings
 from helmsman.recipes.teacher import Teacher
@@ -110,12 +110,11 @@ class SFT(Recipe[SFTSettings]):
     ) -> Callable[[Trackers], None]:
         """Start trainer and teacher."""
         settings, dataset = self.settings, self.dataset
-        trainer = held.enter_context(make_trainer(settings, scheduler, jobs["train"]))
+        ranked = start_ranks(settings, scheduler, jobs)
         teacher: Teacher | None = None
-        if (job := jobs.get("teacher")) is not None:
-            ranks = held.enter_context(make_trainer(settings, scheduler, job))
-            found = FrozenReference(ranks, settings)
+        if "teacher" in ranked:
+            found = FrozenReference(ranked["teacher"], settings)
             teacher = Teacher(found, 1.0, settings.teacher_top_k, self.num_teacher_ids)
         return lambda trackers: train(
-            RecipeRun(settings, trainer, dataset.train, trackers), dataset.held_out, teacher
+            RecipeRun(settings, ranked["train"], dataset.train, trackers), dataset.held_out, teacher
         )

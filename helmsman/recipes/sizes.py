@@ -19,13 +19,10 @@ S = TypeVar("S", bound=RunSettings)
 
 CHOSEN = frozenset(
     {
-        *(f"cluster.{name}" for name in ("scheduler", "placement", "rollout_instances")),
-        *(f"cluster.{name}" for name in ("devices_per_node", "device_memory_gb", "train_workers")),
-        *(
-            f"cluster.{role}_{name}"
-            for role in ("train", "rollout")
-            for name in ("cpus", "threads")
-        ),
+        *("cluster.scheduler", "cluster.placement", "cluster.rollout_instances"),
+        *("cluster.devices_per_node", "cluster.device_memory_gb", "cluster.train_workers"),
+        *("cluster.train_cpus", "cluster.train_threads"),
+        *("cluster.rollout_cpus", "cluster.rollout_threads"),
         *("rollout.engine", "rollout.max_in_flight", "tracking.to"),
     }
 )
@@ -95,8 +92,7 @@ def choose(settings: S, given: frozenset[str]) -> tuple[S, list[SizeChoice]]:
     if isinstance(settings, GRPOSettings) and settings.algorithm.preset == "ppo":
         choices.take("samples_per_prompt", 1, "PPO compares an answer with the critic")
         choices.take("out", "runs/ppo", "the recipe's own folder")
-    for key, value, reason in _sizes(choices.settings):
-        choices.take(key, value, reason)
+    _choose_sizes(choices)
     chosen: Any = choices.settings
     return chosen, choices.made
 
@@ -251,28 +247,27 @@ def read_shape(model: str) -> ModelShape | None:
         return None
 
 
-def _sizes(settings: RunSettings) -> list[tuple[str, Any, str]]:
-    """Return (key, value, arithmetic) of the derived sizes.
-
-    The list is empty if the model's shape or the memory is unknown.
-    """
-    shape, cluster = read_shape(settings.model), settings.cluster
+def _choose_sizes(choices: _Choices) -> None:
+    """Derive sizes from the model's shape and the memory, where both are known."""
+    settings, cluster = choices.settings, choices.settings.cluster
     memory, source, width = cluster.device_memory_gb * 1e9, "a device", 2
     if not cluster.devices_per_node:
         rollouts = settings.num_instances if isinstance(settings, GRPOSettings) else 0
         memory = host_memory_bytes() / (cluster.train_workers + rollouts)
         source, width = "the host, for each worker", 4
+    shape = read_shape(settings.model)
     if shape is None or not memory:
-        return []
-    found = [_tokens(settings, shape, memory, source, width)]
+        return
+    tokens, reason = _tokens(settings, shape, memory, source, width)
+    choices.take("train.engine.max_tokens_per_micro_batch", tokens, reason)
     if isinstance(settings, GRPOSettings):
-        found.append(_in_flight(settings, shape, memory, source, width))
-    return found
+        in_flight, reason = _in_flight(settings, shape, memory, source, width)
+        choices.take("rollout.max_in_flight", in_flight, reason)
 
 
 def _tokens(
     settings: RunSettings, shape: ModelShape, memory: float, source: str, width: int
-) -> tuple[str, Any, str]:
+) -> tuple[int, str]:
     """Derive tokens per micro-batch: memory left by the state, over activations per token."""
     # But for the adapters, which are small; a critic is trained as a whole.
     has_critic = isinstance(settings, GRPOSettings) and settings.algorithm.preset == "ppo"
@@ -285,21 +280,20 @@ def _tokens(
     if not settings.train.engine.get("gradient_checkpointing"):
         kept = 12 * shape.hidden_size + 3 * (shape.intermediate_size or 4 * shape.hidden_size)
     per_token = width * shape.num_hidden_layers * kept + 8 * shape.vocab_size
-    left = _USABLE * memory - state
-    longest = settings.max_model_len
-    tokens = _power_of_two(left / per_token) if left > 0 else 1
+    longest, fitting = settings.max_model_len, (_USABLE * memory - state) / per_token
+    tokens = 1 << math.floor(math.log2(max(1.0, fitting)))
     tokens = max(longest, min(_MOST_TOKENS, tokens))
     reason = (
         f"({_USABLE:g} x {_gb(memory)} of {source} - {_gb(state)} of state) / {_kb(per_token)} of "
         f"a token, rounded down to a power of two, from {longest}, the longest sequence, to "
         f"{_MOST_TOKENS}"
     )
-    return "train.engine.max_tokens_per_micro_batch", tokens, reason
+    return tokens, reason
 
 
 def _in_flight(
     settings: GRPOSettings, shape: ModelShape, memory: float, source: str, width: int
-) -> tuple[str, Any, str]:
+) -> tuple[int, str]:
     """Derive requests in flight per instance: those of a step, limited by the KV cache."""
     devices, length = settings.cluster.rollout_devices, settings.max_model_len
     weights = width * shape.num_parameters / devices
@@ -313,7 +307,7 @@ def _in_flight(
         f"{source} - {_gb(weights)} of weights) / {_kb(sequence)} of cache for {length} tokens, "
         f"and {_MOST_IN_FLIGHT}"
     )
-    return "rollout.max_in_flight", value, reason
+    return value, reason
 
 
 def host_memory_bytes() -> int:
@@ -324,10 +318,6 @@ def host_memory_bytes() -> int:
         return 0
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     return int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024
-
-
-def _power_of_two(value: float) -> int:
-    return 1 << max(0, math.floor(math.log2(value))) if value >= 1 else 1
 
 
 def _gb(value: float) -> str:

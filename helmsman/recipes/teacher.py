@@ -44,26 +44,21 @@ class Teacher:
         Returns:
             Without choices ``teacher/kl``, the mean of log policy - log teacher of sampled tokens.
         """
+        import torch
+
         tokens = [{"input_ids": sample["input_ids"]} for sample in samples]
         if self._num_choices:
             found = self._model.top_choices(tokens, self._num_choices, self._num_ids)
             for sample, choices in zip(samples, found, strict=True):
                 sample |= {**dict(zip(PER_CHOICE, choices, strict=True)), "top_coef": self._coef}
             return {}
-        rows = self._model.logprobs(tokens)
         total, count = 0.0, 0
-        for sample, row in zip(samples, rows, strict=True):
-            mask, own = sample["loss_mask"], list(map(float, sample["logprobs"]))
-            gains = [
-                (theirs - ours) if kept else 0.0
-                for theirs, ours, kept in zip(row.tolist(), own, mask, strict=True)
-            ]
-            before = sample["advantages"]
-            if not isinstance(before, list):
-                before = [before] * len(mask)
-            pairs = zip(before, gains, strict=True)
-            sample["advantages"] = [each + self._coef * gain for each, gain in pairs]
-            total, count = total - sum(gains), count + sum(map(bool, mask))
+        for sample, row in zip(samples, self._model.logprobs(tokens), strict=True):
+            mask = torch.as_tensor(sample["loss_mask"]).bool()
+            gains = (row - torch.as_tensor(sample["logprobs"])).where(mask, 0.0)
+            advantages = torch.as_tensor(sample["advantages"]) + self._coef * gains
+            sample["advantages"] = advantages.tolist()
+            total, count = total - float(gains.sum()), count + int(mask.sum())
         return {"teacher/kl": total / max(1, count)}
 
 

@@ -218,7 +218,7 @@ def test_recipe_with_two_models(recipe: str, model: str, tmp_path: Path) -> None
 def test_recipe_with_two_ranks(model: str, tmp_path: Path) -> None:
     cluster = {"scheduler": "inline", "train_workers": 2}
     with pytest.raises(
-        ValueError, match="in the script's process; expected .*train_workers 1, not"
+        ValueError, match="cluster.train_workers is 2; expected 1 .* in the script's process"
     ):
         DPO(model, [{"prompt": "1", "chosen": "2", "rejected": "3"}], cluster=cluster).load()
 

@@ -13,7 +13,7 @@ import pytest
 
 from helmsman.recipes import GRPO, GRPOSettings
 from helmsman.recipes.config import read
-from helmsman.recipes.settings import Reward
+from helmsman.recipes.settings import Reward, name_of
 from tests.recipes.runs import lines
 
 
@@ -118,10 +118,16 @@ def test_grpo_rewards_of_every_kind(model: Path) -> None:
     recipe = GRPO(
         model,
         ["1+1="],
-        ["exact", digits, {"use": "number", "weight": 2.0}, Reward(use="json:dumps", name="j")],
+        [
+            "exact",
+            digits,
+            {"use": digits, "name": "d", "weight": 2.0},
+            Reward(use="json:dumps", name="j"),
+        ],
     )
     uses = [reward.use for reward in recipe.settings.rewards]
-    assert uses == ["exact", f"{__name__}:digits", "number", "json:dumps"]
+    assert uses == ["exact", f"{__name__}:digits", f"{__name__}:digits", "json:dumps"]
+    assert [name_of(each) for each in recipe.settings.rewards] == ["exact", "digits", "d", "j"]
     assert list(recipe.functions) == [f"{__name__}:digits"]
 
 
