@@ -23,6 +23,8 @@ from helmsman.recipes.roles import ENGINES, make_rollout
 from helmsman.recipes.settings import Data, GRPOSettings, Reward, Train, name_of
 from helmsman.recipes.tokens import ChatTokenizer
 
+Value = float | Exception | None
+"""A reward of an answer: a number, the error, or None if it does not apply to the answer."""
 _CLASSIFIER = "helmsman.engines.classifier.ClassifierEngine"
 _CLASSIFIES = "ForSequenceClassification"
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -279,14 +281,14 @@ class JudgeReward:
         most, ends = judge.reward.max_new_tokens, judge.tokenizer.stop_ids
         self._sampling = SamplingParams(max_new_tokens=most, temperature=0.0, stop_token_ids=ends)
 
-    async def __call__(self, answers: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the reward of an answer: a number, None where it does not apply, or an error."""
-        try:
-            return [await self._value(given) for given in answers]
-        except (HelmsmanError, ValueError) as error:
-            return [error] * len(answers)
+    async def __call__(self, answers: Sequence[Mapping[str, Any]]) -> list[Value]:
+        """Return the reward of one answer: a number, or None where it does not apply.
 
-    async def _value(self, given: Mapping[str, Any]) -> float | None:
+        Raises:
+            HelmsmanError: The judge did not answer.
+            ValueError: It does not take the answer, or its own cannot be read.
+        """
+        (given,) = answers
         ids = self._judge.encode(given)
         key = hashlib.sha256(repr(ids).encode()).digest()
         asked = self._asked.get(key)
@@ -297,16 +299,29 @@ class JudgeReward:
         # On any event loop. A caller that is cancelled leaves the answer to the others.
         result = await asyncio.shield(asyncio.wrap_future(asked))
         if self._parse is None:
-            return self._judge.score(result.logprobs)
+            return [self._judge.score(result.logprobs)]
         tokenizer = self._judge.tokenizer
         begins = tokenizer.decode(ids[-16:]).rstrip().endswith("<think>")  # in the chat template
         verdict = "<think>" * begins + tokenizer.decode(result.token_ids)
-        try:
-            (found,) = await self._parse([{**given, "completion": verdict}])
-        except HelmsmanError as error:
-            found = error
+        (found,) = await values_of(self._parse, [{**given, "completion": verdict}])
         if isinstance(found, Exception):
             end = ", cut off at max_new_tokens" if result.stop_reason == "length" else ""
             text = f"{verdict[-400:]!r}{end}"  # judges reason first
             raise ValueError(f"the judge {self._judge.name!r} answered {text}: {found}")
-        return None if found is None else float(found)
+        return [found]
+
+
+async def values_of(
+    pool: RewardPool | JudgeReward, answers: Sequence[Mapping[str, Any]]
+) -> list[Value]:
+    """Return the rewards of answers; the error of a call stands for all of them.
+
+    Args:
+        pool: Computes the rewards.
+        answers: The arguments for rewards about each answer, by the names in ``GIVEN``.
+    """
+    try:
+        values: list[Value] = await pool(answers)
+    except (HelmsmanError, ValueError) as error:
+        return [error] * len(answers)
+    return values
