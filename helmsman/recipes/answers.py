@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -136,12 +136,7 @@ class AgentAnswers(Answers):
         self._staleness, self._step = math.ceil(staleness), 0
         self._first_step, self._run_id = 0, ""
         self._function = None if settings.command else find_agent(settings.use, functions or {})
-        self._limits = SessionLimits(
-            max_tokens=settings.max_tokens,
-            max_turns=settings.max_turns,
-            max_context=settings.max_context,
-            truncated_reward=settings.truncated_reward,
-        )
+        self._limits = msgspec.convert(settings, SessionLimits, from_attributes=True)
 
     def set_step(self, step: int) -> None:
         """Set the training step of later sessions."""
@@ -164,11 +159,8 @@ class AgentAnswers(Answers):
 
         async def one(index: int, sampling: SamplingParams) -> Outcome:
             name = None if draw is None else _name(draw, index)
-            record = None if name is None else self._kept(name)
-            if record is None:
-                record = await self._run(row, sampling, name)
-            value = {AGENT_REWARD: record.reward}
-            return record.samples, Scored(value, record.reward)
+            record = self._kept(name) or await self._run(row, sampling, name)
+            return record.samples, Scored({AGENT_REWARD: record.reward}, record.reward)
 
         tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(samplings)]
         try:
@@ -179,9 +171,8 @@ class AgentAnswers(Answers):
             await asyncio.wait(tasks)
             raise
 
-    def _kept(self, name: str) -> SessionRecord | None:
-        record = self._gateway.finished(name)
-        if record is None:
+    def _kept(self, name: str | None) -> SessionRecord | None:
+        if name is None or (record := self._gateway.finished(name)) is None:
             return None
         newest = max((max(sample.versions) for sample in record.samples), default=0)
         if record.metadata.get("run") != self._run_id and newest >= self._first_step:
@@ -236,8 +227,7 @@ class AgentAnswers(Answers):
         }
         given = {name: everything[name] for name in _parameters(function)}
         if inspect.iscoroutinefunction(function):
-            made: Awaitable[Any] = function(**given)
-            return await made
+            return await function(**given)
         returned = await run_in_new_thread(lambda: function(**given))
         return await returned if inspect.isawaitable(returned) else returned
 
