@@ -129,6 +129,8 @@ class RolloutFiles:
 
     def __init__(self, settings: GRPOSettings, tokenizer: FolderTokenizer) -> None:
         self._settings, self._tokenizer = settings, tokenizer
+        recorded = settings.rollout.recorded
+        self._parts = find_parts(Path(recorded)) if recorded else {}
         if settings.rollout.record or settings.rollout.is_recorded:
             _pyarrow()
 
@@ -172,8 +174,8 @@ class RolloutFiles:
             for number, answer in enumerate(group.answers)
             for sample in answer.samples
         ]
-        kinds = {"int": pa.int32(), "str": pa.string(), "bool": pa.bool_()}
-        kinds["float"] = pa.float64()  # as Python's, so that it is read back exactly
+        # Floats are as wide as Python's, so that they are read back exactly.
+        kinds = {"int": pa.int32(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
         kinds |= {f"list[{name}]": pa.list_(kinds[name]) for name in ("int", "float")}
         kinds["dict[str, float]"] = pa.map_(pa.string(), pa.float64())
         hints = {**RolloutRow.__annotations__, **Sample.__annotations__}
@@ -243,10 +245,6 @@ class RolloutFiles:
         return groups, facts.metrics
 
     @functools.cached_property
-    def _parts(self) -> dict[int, Path]:
-        return find_parts(Path(self._settings.rollout.recorded or ""))
-
-    @functools.cached_property
     def _made_with(self) -> dict[str, Any]:
         """The settings that rollouts depend on, besides the prompts."""
         settings = self._settings
@@ -265,11 +263,11 @@ def _value_of(reward: Reward) -> dict[str, Any]:
     """Return the settings that are given, and on which the values of a reward depend, as JSON."""
     given = {
         name: value
-        for name, value in msgspec.to_builtins(reward, enc_hook=repr).items()
+        for name, value in msgspec.structs.asdict(reward).items()
         if name not in _COSTS and value != getattr(Reward(), name)
     }
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
-    return found
+    encoded = msgspec.json.encode(given, enc_hook=repr)
+    return msgspec.json.decode(encoded, type=dict[str, Any])
 
 
 class NoAnswers(Answers):
