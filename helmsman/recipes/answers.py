@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import inspect
 import math
@@ -27,10 +26,12 @@ Outcome = tuple[list[Sample], Scored]
 """The samples of an answer, and its rewards."""
 
 
-class Answers(abc.ABC):
-    """Answers prompts with the current weights."""
+class Answers:
+    """Answers prompts with the current weights.
 
-    @abc.abstractmethod
+    This base has no instances, and refuses to answer: a run with recorded rollouts uses it.
+    """
+
     async def answer(
         self, row: Row, samplings: Sequence[SamplingParams], draw: Draw | None = None
     ) -> list[Outcome]:
@@ -41,14 +42,15 @@ class Answers(abc.ABC):
             samplings: One for each answer.
             draw: The draw in training; None in an evaluation.
         """
+        raise AssertionError("a run with recorded rollouts generates nothing")
 
-    def begin(self, step: int) -> None:  # noqa: B027 - a hook, empty by default
+    def begin(self, step: int) -> None:
         """Begin at a step, after a start, a restart or a recovery."""
 
-    def set_step(self, step: int) -> None:  # noqa: B027 - a hook, empty by default
+    def set_step(self, step: int) -> None:
         """Set the training step of later answers."""
 
-    def forget(self, draws: Sequence[Draw]) -> None:  # noqa: B027 - a hook, empty by default
+    def forget(self, draws: Sequence[Draw]) -> None:
         """Drop kept answers: a checkpoint has recorded that they were trained on."""
 
 

@@ -22,7 +22,7 @@ from helmsman.recipes.grpo import GRPOLoop
 from helmsman.recipes.judges import Judge
 from helmsman.recipes.prompts import Dataset, Draws
 from helmsman.recipes.recipe import Recipe
-from helmsman.recipes.recorded import NoAnswers, RolloutFiles
+from helmsman.recipes.recorded import RolloutFiles
 from helmsman.recipes.reference import BaseReference, FrozenReference, Reference
 from helmsman.recipes.rewards import Caller, make_caller
 from helmsman.recipes.roles import judge_role, make_jobs, make_rollout, make_trainer, takes_turns
@@ -194,7 +194,7 @@ class GRPO(Recipe[GRPOSettings]):
             if takes_turns(settings, role):
                 controller.sleep()  # the next controller needs the devices
         rollout: RolloutController | None = None
-        answers: Answers = NoAnswers()
+        answers = Answers()
         if not is_recorded:
             rollout = make_rollout(settings, scheduler, jobs["rollout"])
             rollout.initialize()

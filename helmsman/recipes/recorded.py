@@ -16,7 +16,6 @@ import msgspec
 from helmsman import HelmsmanError
 from helmsman.agents.samples import Sample
 from helmsman.api.extras import needed_by
-from helmsman.recipes.answers import Answers, Outcome
 from helmsman.recipes.batches import Group, make_answer
 from helmsman.recipes.files import write_atomically
 from helmsman.recipes.prompts import Draws, DrawState
@@ -268,14 +267,6 @@ def _value_of(reward: Reward) -> dict[str, Any]:
     }
     encoded = msgspec.json.encode(given, enc_hook=repr)
     return msgspec.json.decode(encoded, type=dict[str, Any])
-
-
-class NoAnswers(Answers):
-    """In place of instances, which a run that reads recorded rollouts does not start."""
-
-    async def answer(self, *_: Any, **__: Any) -> list[Outcome]:
-        """Fail: nothing is generated."""
-        raise AssertionError("a run with recorded rollouts generates nothing")
 
 
 def _pyarrow() -> tuple[Any, Any]:
