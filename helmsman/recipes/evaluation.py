@@ -121,7 +121,7 @@ async def evaluate(
         of_greedy = [first for first, _ in chosen if first is not None]
         of_k = {
             k: [pass_at_k(len(right), sum(right), k) for _, right in chosen if len(right) >= k]
-            for k in settings.k
+            for k in (settings.k if settings.samples else ())
         }
         results[source] = SourceResult(
             num_prompts=len(chosen),

@@ -6,14 +6,14 @@ import asyncio
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from helmsman import GenerationResult, Job, RewardPool, RolloutController, SamplingParams, Scheduler
+from helmsman import GenerationResult, Job, RolloutController, SamplingParams, Scheduler
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.extras import needed_by
 from helmsman.recipes.messages import is_token_ids, messages_of
@@ -25,6 +25,8 @@ from helmsman.recipes.tokens import ChatTokenizer
 
 Value = float | Exception | None
 """A reward of an answer: a number, the error, or None if it does not apply to the answer."""
+Pool = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Any]]
+"""Computes the rewards of answers from the arguments for rewards about each."""
 _CLASSIFIER = "helmsman.engines.classifier.ClassifierEngine"
 _CLASSIFIES = "ForSequenceClassification"
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -52,13 +54,11 @@ class LastNumber:
     def __call__(self, completion: str) -> float:
         """Return the number after all thinking; raise ValueError if there is none."""
         verdict = _THINKING.sub("", completion)
-        found = [each[1] for each in self._re.finditer(verdict)]
+        hits = [each[1] for each in self._re.finditer(verdict)]
         try:
-            return float(found[-1])
+            return float(hits[-1])
         except (IndexError, TypeError, ValueError):
-            raise ValueError(
-                f"{self._re.pattern!r} finds {found[-1:]}, expected a number"
-            ) from None
+            raise ValueError(f"{self._re.pattern!r} finds {hits[-1:]}, expected a number") from None
 
 
 class Judge:
@@ -275,7 +275,7 @@ class JudgeReward:
         parse: Processes that read its answers; None for a reward model.
     """
 
-    def __init__(self, judge: Judge, parse: RewardPool | None) -> None:
+    def __init__(self, judge: Judge, parse: Pool | None) -> None:
         self._judge, self._parse = judge, parse
         self._asked: dict[bytes, Future[GenerationResult]] = {}
         most, ends = judge.reward.max_new_tokens, judge.tokenizer.stop_ids
@@ -311,9 +311,7 @@ class JudgeReward:
         return [found]
 
 
-async def values_of(
-    pool: RewardPool | JudgeReward, answers: Sequence[Mapping[str, Any]]
-) -> list[Value]:
+async def values_of(pool: Pool, answers: Sequence[Mapping[str, Any]]) -> list[Value]:
     """Return the rewards of answers; the error of a call stands for all of them.
 
     Args:
@@ -321,7 +319,6 @@ async def values_of(
         answers: The arguments for rewards about each answer, by the names in ``GIVEN``.
     """
     try:
-        values: list[Value] = await pool(answers)
+        return list(await pool(answers))
     except (HelmsmanError, ValueError) as error:
         return [error] * len(answers)
-    return values

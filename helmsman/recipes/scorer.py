@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from helmsman import GenerationResult, Job, RewardPool, Scheduler
-from helmsman.recipes.judges import Judge, JudgeReward, Value, values_of
+from helmsman.recipes.judges import Judge, JudgeReward, Pool, Value, values_of
 from helmsman.recipes.prompts import Row
 from helmsman.recipes.rewards import make_caller
 from helmsman.recipes.settings import Reward, name_of
@@ -97,7 +97,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         judges: Sequence[Judge] = (),
     ) -> None:
         self._rewards = tuple(rewards)
-        self._pools: list[tuple[RewardPool | JudgeReward, bool]] = []
+        self._pools: list[tuple[Pool, bool]] = []
         with contextlib.ExitStack() as starting:
             for reward in self._rewards:
                 judge = next((each for each in judges if each.reward is reward), None)
@@ -127,9 +127,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         Raises:
             Exception: The error of an answer.
         """
-        by_pool = await asyncio.gather(
-            *(_of_pool(pool, takes, row, answers) for pool, takes in self._pools)
-        )
+        by_pool = await asyncio.gather(*(_of_pool(row, answers, *each) for each in self._pools))
         if not by_pool:  # a teacher alone judges the answers
             return [Scored({}, 0.0) for _ in await asyncio.gather(*answers)]
         return [self._sum(values) for values in zip(*by_pool, strict=True)]
@@ -154,9 +152,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self._held.close()
 
 
-async def _of_pool(
-    pool: RewardPool | JudgeReward, takes_batches: bool, row: Row, answers: _Answers
-) -> list[Value]:
+async def _of_pool(row: Row, answers: _Answers, pool: Pool, takes_batches: bool) -> list[Value]:
     async def score(batch: _Answers) -> list[Value]:
         return await values_of(pool, [each.given(row) for each in await asyncio.gather(*batch)])
 
@@ -169,11 +165,10 @@ def _start(
 ) -> RewardPool:
     """Start the processes of a reward, which end with ``held``."""
     if not reward.on_cluster:
-        return held.enter_context(
-            RewardPool.on_this_machine(
-                function, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS
-            )
+        pool = RewardPool.on_this_machine(
+            function, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS
         )
+        return held.enter_context(pool)
     job = Job(role=f"reward-{name_of(reward)}", replicas=reward.processes)
     pool = RewardPool(scheduler, function, job, reward.timeout_s, max_restarts=_MAX_RESTARTS)
     held.enter_context(pool).initialize()
