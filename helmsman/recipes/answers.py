@@ -227,7 +227,8 @@ class AgentAnswers(Answers):
             "model": self._gateway.model,
             "session": session,
         }
-        given = {name: everything[name] for name in _parameters(function)}
+        names = inspect.signature(function).parameters
+        given = {name: value for name, value in everything.items() if name in names}
         if inspect.iscoroutinefunction(function):
             return await function(**given)
         returned = await run_in_new_thread(lambda: function(**given))
@@ -245,11 +246,6 @@ def find_agent(use: str, functions: Mapping[str, Callable[..., Any]]) -> Callabl
         ValueError: There is no such function, or it has parameters that agents do not receive.
     """
     function = functions.get(use) or find_function(use, "agent")
-    _parameters(function)
-    return function
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     unknown = [
         each.name for each in parameters if each.name not in _GIVEN and each.default is each.empty
@@ -259,7 +255,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
             f"the agent {getattr(function, '__name__', function)!r} has the parameter "
             f"{unknown[0]!r}; expected some of {', '.join(_GIVEN)}"
         )
-    return [each.name for each in parameters if each.name in _GIVEN]
+    return function
 
 
 def _reward_of(returned: Any, session: AgentSession) -> float:
