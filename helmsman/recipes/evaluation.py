@@ -185,7 +185,5 @@ def evaluate_answers(
         failed=failed,
         by_source=by_source,
     )
-    folder = out / "evaluations"
-    folder.mkdir(exist_ok=True)
-    write_json(folder / f"step-{step:06d}.json", result)
+    write_json(out / "evaluations" / f"step-{step:06d}.json", result)
     return result.metrics()

@@ -183,9 +183,8 @@ class RolloutFiles:
         columns = {name: [getattr(row, name) for row in rows] for name in hints}
         data = io.BytesIO()
         pq.write_table(pa.Table.from_pydict(columns, schema), data, compression="zstd")
-        folder = Path(self._settings.out) / FOLDER
-        folder.mkdir(exist_ok=True)
-        write_atomically(folder / f"step-{step:06d}.parquet", data.getvalue())
+        path = Path(self._settings.out) / FOLDER / f"step-{step:06d}.parquet"
+        write_atomically(path, data.getvalue())
 
     def require(self, begin: int, draws: Draws) -> None:
         """Check that each step from this one on has a part, and that its part fits the run.
