@@ -246,15 +246,12 @@ def find_agent(use: str, functions: Mapping[str, Callable[..., Any]]) -> Callabl
         ValueError: There is no such function, or it has parameters that agents do not receive.
     """
     function = functions.get(use) or find_function(use, "agent")
-    parameters = inspect.signature(function).parameters.values()
-    unknown = [
-        each.name for each in parameters if each.name not in _GIVEN and each.default is each.empty
-    ]
-    if unknown:
-        raise ValueError(
-            f"the agent {getattr(function, '__name__', function)!r} has the parameter "
-            f"{unknown[0]!r}; expected some of {', '.join(_GIVEN)}"
-        )
+    for each in inspect.signature(function).parameters.values():
+        if each.name not in _GIVEN and each.default is each.empty:
+            raise ValueError(
+                f"the agent {getattr(function, '__name__', function)!r} has the parameter "
+                f"{each.name!r}; expected some of {', '.join(_GIVEN)}"
+            )
     return function
 
 
