@@ -58,16 +58,15 @@ class Completion(NamedTuple):
 
     def given(self, row: Row) -> dict[str, Any]:
         """Return the arguments for rewards about this answer to the prompt of ``row``."""
-        token_ids = list(self.result.token_ids)
         return {
             "completion": self.text,
             "answer": row.answer,
             "prompt": row.prompt,
             "source": row.source,
             "row": row.entry,
-            "num_tokens": len(token_ids),
+            "num_tokens": len(self.result.token_ids),
             "is_truncated": self.result.stop_reason == "length",
-            "token_ids": token_ids,
+            "token_ids": self.result.token_ids,
             "chat": row.asked,
         }
 
