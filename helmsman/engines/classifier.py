@@ -23,7 +23,6 @@ from helmsman.engines._serving.generation import check_request
 
 _MAX_BATCH_TOKENS = 16384
 """Maximum tokens of a forward pass, padding included; a longer text is computed alone."""
-_Waiting = tuple[list[int], asyncio.Future[list[float]]]
 
 
 class ClassifierEngine(InferenceEngine):
@@ -39,7 +38,7 @@ class ClassifierEngine(InferenceEngine):
 
     def __init__(self, model: str, max_model_len: int, dtype: str = "auto", seed: int = 0) -> None:
         self._folder, self._dtype, self._max_len = model, dtype, max_model_len
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[tuple[list[int], asyncio.Future[list[float]]]] = []
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1)  # also one pass at a time where a caller is cancelled
 

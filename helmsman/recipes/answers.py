@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import inspect
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,10 +26,12 @@ Outcome = tuple[list[Sample], Scored]
 """The samples of an answer, and its rewards."""
 
 
-class Answers(abc.ABC):
-    """Answers prompts with the current weights."""
+class Answers:
+    """Answers prompts with the current weights.
 
-    @abc.abstractmethod
+    This base has no instances, and refuses to answer: a run with recorded rollouts uses it.
+    """
+
     async def answer(
         self, row: Row, samplings: Sequence[SamplingParams], draw: Draw | None = None
     ) -> list[Outcome]:
@@ -41,14 +42,15 @@ class Answers(abc.ABC):
             samplings: One for each answer.
             draw: The draw in training; None in an evaluation.
         """
+        raise AssertionError("a run with recorded rollouts generates nothing")
 
-    def begin(self, step: int) -> None:  # noqa: B027 - a hook, empty by default
+    def begin(self, step: int) -> None:
         """Begin at a step, after a start, a restart or a recovery."""
 
-    def set_step(self, step: int) -> None:  # noqa: B027 - a hook, empty by default
+    def set_step(self, step: int) -> None:
         """Set the training step of later answers."""
 
-    def forget(self, draws: Sequence[Draw]) -> None:  # noqa: B027 - a hook, empty by default
+    def forget(self, draws: Sequence[Draw]) -> None:
         """Drop kept answers: a checkpoint has recorded that they were trained on."""
 
 
@@ -136,12 +138,7 @@ class AgentAnswers(Answers):
         self._staleness, self._step = math.ceil(staleness), 0
         self._first_step, self._run_id = 0, ""
         self._function = None if settings.command else find_agent(settings.use, functions or {})
-        self._limits = SessionLimits(
-            max_tokens=settings.max_tokens,
-            max_turns=settings.max_turns,
-            max_context=settings.max_context,
-            truncated_reward=settings.truncated_reward,
-        )
+        self._limits = msgspec.convert(settings, SessionLimits, from_attributes=True)
 
     def set_step(self, step: int) -> None:
         """Set the training step of later sessions."""
@@ -164,11 +161,8 @@ class AgentAnswers(Answers):
 
         async def one(index: int, sampling: SamplingParams) -> Outcome:
             name = None if draw is None else _name(draw, index)
-            record = None if name is None else self._kept(name)
-            if record is None:
-                record = await self._run(row, sampling, name)
-            value = {AGENT_REWARD: record.reward}
-            return record.samples, Scored(value, record.reward)
+            record = self._kept(name) or await self._run(row, sampling, name)
+            return record.samples, Scored({AGENT_REWARD: record.reward}, record.reward)
 
         tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(samplings)]
         try:
@@ -179,9 +173,8 @@ class AgentAnswers(Answers):
             await asyncio.wait(tasks)
             raise
 
-    def _kept(self, name: str) -> SessionRecord | None:
-        record = self._gateway.finished(name)
-        if record is None:
+    def _kept(self, name: str | None) -> SessionRecord | None:
+        if name is None or (record := self._gateway.finished(name)) is None:
             return None
         newest = max((max(sample.versions) for sample in record.samples), default=0)
         if record.metadata.get("run") != self._run_id and newest >= self._first_step:
@@ -234,10 +227,10 @@ class AgentAnswers(Answers):
             "model": self._gateway.model,
             "session": session,
         }
-        given = {name: everything[name] for name in _parameters(function)}
+        names = inspect.signature(function).parameters
+        given = {name: value for name, value in everything.items() if name in names}
         if inspect.iscoroutinefunction(function):
-            made: Awaitable[Any] = function(**given)
-            return await made
+            return await function(**given)
         returned = await run_in_new_thread(lambda: function(**given))
         return await returned if inspect.isawaitable(returned) else returned
 
@@ -253,21 +246,13 @@ def find_agent(use: str, functions: Mapping[str, Callable[..., Any]]) -> Callabl
         ValueError: There is no such function, or it has parameters that agents do not receive.
     """
     function = functions.get(use) or find_function(use, "agent")
-    _parameters(function)
+    for each in inspect.signature(function).parameters.values():
+        if each.name not in _GIVEN and each.default is each.empty:
+            raise ValueError(
+                f"the agent {getattr(function, '__name__', function)!r} has the parameter "
+                f"{each.name!r}; expected some of {', '.join(_GIVEN)}"
+            )
     return function
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    unknown = [
-        each.name for each in parameters if each.name not in _GIVEN and each.default is each.empty
-    ]
-    if unknown:
-        raise ValueError(
-            f"the agent {getattr(function, '__name__', function)!r} has the parameter "
-            f"{unknown[0]!r}; expected some of {', '.join(_GIVEN)}"
-        )
-    return [each.name for each in parameters if each.name in _GIVEN]
 
 
 def _reward_of(returned: Any, session: AgentSession) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from helmsman import SamplingParams
 from helmsman.recipes.answers import Answers
@@ -100,28 +101,23 @@ async def evaluate(
         Results over all prompts under ``ALL``; with several sources also by source. Answers
         without a judgement are left out, and prompts with fewer than k other ones from pass@k.
     """
-    greedy = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, seed=0)
-    drawn = msgspec.structs.replace(
-        sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=0
-    )
+    greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, seed=0)
+    drawn = replace(sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=0)
 
     async def answer(number: int, row: Row) -> tuple[bool | None, list[bool]]:
         rng = random.Random(f"{seed}/evaluation {number}")
-        asked = [
-            judge(row, msgspec.structs.replace(drawn, seed=rng.getrandbits(31)))
-            for _ in range(settings.samples)
-        ]
-        found = await asyncio.gather(*([judge(row, greedy)] if settings.greedy else []), *asked)
-        drawn_right = [each for each in found[bool(settings.greedy) :] if each is not None]
-        return (found[0] if settings.greedy else None), drawn_right
+        samplings = [replace(drawn, seed=rng.getrandbits(31)) for _ in range(settings.samples)]
+        samplings += [greedy] if settings.greedy else []
+        found = await asyncio.gather(*(judge(row, each) for each in samplings))
+        of_greedy = found.pop() if settings.greedy else None
+        return of_greedy, [each for each in found if each is not None]
 
     answers = await asyncio.gather(*(answer(number, row) for number, row in enumerate(rows)))
+    answered = [*zip(rows, answers, strict=True)]
     sources = sorted({row.source for row in rows})
     results = {}
     for source in [ALL, *(sources if len(sources) > 1 else [])]:
-        chosen = [
-            each for row, each in zip(rows, answers, strict=True) if source in (ALL, row.source)
-        ]
+        chosen = [each for row, each in answered if source in (ALL, row.source)]
         of_greedy = [first for first, _ in chosen if first is not None]
         of_k = {
             k: [pass_at_k(len(right), sum(right), k) for _, right in chosen if len(right) >= k]
@@ -159,7 +155,7 @@ def evaluate_answers(
     """
     right, found, started = deciding_reward(settings), settings.evaluation, time.monotonic()
     longest = found.max_new_tokens or settings.rollout.max_new_tokens
-    sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
+    sampling = replace(sampling, max_new_tokens=longest)
     failed, judged = 0, list[Judged]()
 
     async def judge(row: Row, sampling: SamplingParams) -> bool | None:
@@ -189,7 +185,5 @@ def evaluate_answers(
         failed=failed,
         by_source=by_source,
     )
-    folder = out / "evaluations"
-    folder.mkdir(exist_ok=True)
-    write_json(folder / f"step-{step:06d}.json", result)
+    write_json(out / "evaluations" / f"step-{step:06d}.json", result)
     return result.metrics()

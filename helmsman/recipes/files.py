@@ -125,8 +125,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content by renaming a temporary file."""
+    """Replace a file's content by renaming a temporary file; create its folder if it is missing."""
     temporary = path.with_name(f".{path.name}")
     with _naming(path):
+        path.parent.mkdir(exist_ok=True)
         temporary.write_bytes(data)
         temporary.replace(path)

@@ -24,7 +24,7 @@ from helmsman.recipes.grpo import GRPOLoop
 from helmsman.recipes.judges import Judge
 from helmsman.recipes.prompts import Dataset, Draws
 from helmsman.recipes.recipe import Recipe
-from helmsman.recipes.recorded import NoAnswers, RolloutFiles
+from helmsman.recipes.recorded import RolloutFiles
 from helmsman.recipes.reference import FrozenReference, make_reference
 from helmsman.recipes.rewards import Caller, make_caller
 from helmsman.recipes.roles import judge_role, make_jobs, make_rollout, start_ranks
@@ -175,7 +175,7 @@ class GRPO(Recipe[GRPOSettings]):
         ranked = start_ranks(settings, scheduler, jobs)
         trainer, values = ranked["train"], ranked.get("critic")
         rollout: RolloutController | None = None
-        answers: Answers = NoAnswers()
+        answers = Answers()
         if not is_recorded:
             rollout = make_rollout(settings, scheduler, jobs["rollout"])
             rollout.initialize()

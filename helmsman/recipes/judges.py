@@ -6,14 +6,14 @@ import asyncio
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from helmsman import GenerationResult, Job, RewardPool, RolloutController, SamplingParams, Scheduler
+from helmsman import GenerationResult, Job, RolloutController, SamplingParams, Scheduler
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.extras import needed_by
 from helmsman.recipes.messages import is_token_ids, messages_of
@@ -23,6 +23,10 @@ from helmsman.recipes.roles import ENGINES, make_rollout
 from helmsman.recipes.settings import Data, GRPOSettings, Reward, Train, name_of
 from helmsman.recipes.tokens import ChatTokenizer
 
+Value = float | Exception | None
+"""A reward of an answer: a number, the error, or None if it does not apply to the answer."""
+Pool = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Any]]
+"""Computes the rewards of answers from the arguments for rewards about each."""
 _CLASSIFIER = "helmsman.engines.classifier.ClassifierEngine"
 _CLASSIFIES = "ForSequenceClassification"
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -50,13 +54,11 @@ class LastNumber:
     def __call__(self, completion: str) -> float:
         """Return the number after all thinking; raise ValueError if there is none."""
         verdict = _THINKING.sub("", completion)
-        found = [each[1] for each in self._re.finditer(verdict)]
+        hits = [each[1] for each in self._re.finditer(verdict)]
         try:
-            return float(found[-1])
+            return float(hits[-1])
         except (IndexError, TypeError, ValueError):
-            raise ValueError(
-                f"{self._re.pattern!r} finds {found[-1:]}, expected a number"
-            ) from None
+            raise ValueError(f"{self._re.pattern!r} finds {hits[-1:]}, expected a number") from None
 
 
 class Judge:
@@ -273,20 +275,20 @@ class JudgeReward:
         parse: Processes that read its answers; None for a reward model.
     """
 
-    def __init__(self, judge: Judge, parse: RewardPool | None) -> None:
+    def __init__(self, judge: Judge, parse: Pool | None) -> None:
         self._judge, self._parse = judge, parse
         self._asked: dict[bytes, Future[GenerationResult]] = {}
         most, ends = judge.reward.max_new_tokens, judge.tokenizer.stop_ids
         self._sampling = SamplingParams(max_new_tokens=most, temperature=0.0, stop_token_ids=ends)
 
-    async def __call__(self, answers: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the reward of an answer: a number, None where it does not apply, or an error."""
-        try:
-            return [await self._value(given) for given in answers]
-        except (HelmsmanError, ValueError) as error:
-            return [error] * len(answers)
+    async def __call__(self, answers: Sequence[Mapping[str, Any]]) -> list[Value]:
+        """Return the reward of one answer: a number, or None where it does not apply.
 
-    async def _value(self, given: Mapping[str, Any]) -> float | None:
+        Raises:
+            HelmsmanError: The judge did not answer.
+            ValueError: It does not take the answer, or its own cannot be read.
+        """
+        (given,) = answers
         ids = self._judge.encode(given)
         key = hashlib.sha256(repr(ids).encode()).digest()
         asked = self._asked.get(key)
@@ -297,16 +299,26 @@ class JudgeReward:
         # On any event loop. A caller that is cancelled leaves the answer to the others.
         result = await asyncio.shield(asyncio.wrap_future(asked))
         if self._parse is None:
-            return self._judge.score(result.logprobs)
+            return [self._judge.score(result.logprobs)]
         tokenizer = self._judge.tokenizer
         begins = tokenizer.decode(ids[-16:]).rstrip().endswith("<think>")  # in the chat template
         verdict = "<think>" * begins + tokenizer.decode(result.token_ids)
-        try:
-            (found,) = await self._parse([{**given, "completion": verdict}])
-        except HelmsmanError as error:
-            found = error
+        (found,) = await values_of(self._parse, [{**given, "completion": verdict}])
         if isinstance(found, Exception):
             end = ", cut off at max_new_tokens" if result.stop_reason == "length" else ""
             text = f"{verdict[-400:]!r}{end}"  # judges reason first
             raise ValueError(f"the judge {self._judge.name!r} answered {text}: {found}")
-        return None if found is None else float(found)
+        return [found]
+
+
+async def values_of(pool: Pool, answers: Sequence[Mapping[str, Any]]) -> list[Value]:
+    """Return the rewards of answers; the error of a call stands for all of them.
+
+    Args:
+        pool: Computes the rewards.
+        answers: The arguments for rewards about each answer, by the names in ``GIVEN``.
+    """
+    try:
+        return list(await pool(answers))
+    except (HelmsmanError, ValueError) as error:
+        return [error] * len(answers)

@@ -16,7 +16,6 @@ import msgspec
 from helmsman import HelmsmanError
 from helmsman.agents.samples import Sample
 from helmsman.api.extras import needed_by
-from helmsman.recipes.answers import Answers, Outcome
 from helmsman.recipes.batches import Group, make_answer
 from helmsman.recipes.files import write_atomically
 from helmsman.recipes.prompts import Draws, DrawState
@@ -129,6 +128,8 @@ class RolloutFiles:
 
     def __init__(self, settings: GRPOSettings, tokenizer: FolderTokenizer) -> None:
         self._settings, self._tokenizer = settings, tokenizer
+        recorded = settings.rollout.recorded
+        self._parts = find_parts(Path(recorded)) if recorded else {}
         if settings.rollout.record or settings.rollout.is_recorded:
             _pyarrow()
 
@@ -172,8 +173,8 @@ class RolloutFiles:
             for number, answer in enumerate(group.answers)
             for sample in answer.samples
         ]
-        kinds = {"int": pa.int32(), "str": pa.string(), "bool": pa.bool_()}
-        kinds["float"] = pa.float64()  # as Python's, so that it is read back exactly
+        # Floats are as wide as Python's, so that they are read back exactly.
+        kinds = {"int": pa.int32(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
         kinds |= {f"list[{name}]": pa.list_(kinds[name]) for name in ("int", "float")}
         kinds["dict[str, float]"] = pa.map_(pa.string(), pa.float64())
         hints = {**RolloutRow.__annotations__, **Sample.__annotations__}
@@ -182,9 +183,8 @@ class RolloutFiles:
         columns = {name: [getattr(row, name) for row in rows] for name in hints}
         data = io.BytesIO()
         pq.write_table(pa.Table.from_pydict(columns, schema), data, compression="zstd")
-        folder = Path(self._settings.out) / FOLDER
-        folder.mkdir(exist_ok=True)
-        write_atomically(folder / f"step-{step:06d}.parquet", data.getvalue())
+        path = Path(self._settings.out) / FOLDER / f"step-{step:06d}.parquet"
+        write_atomically(path, data.getvalue())
 
     def require(self, begin: int, draws: Draws) -> None:
         """Check that each step from this one on has a part, and that its part fits the run.
@@ -243,10 +243,6 @@ class RolloutFiles:
         return groups, facts.metrics
 
     @functools.cached_property
-    def _parts(self) -> dict[int, Path]:
-        return find_parts(Path(self._settings.rollout.recorded or ""))
-
-    @functools.cached_property
     def _made_with(self) -> dict[str, Any]:
         """The settings that rollouts depend on, besides the prompts."""
         settings = self._settings
@@ -265,19 +261,11 @@ def _value_of(reward: Reward) -> dict[str, Any]:
     """Return the settings that are given, and on which the values of a reward depend, as JSON."""
     given = {
         name: value
-        for name, value in msgspec.to_builtins(reward, enc_hook=repr).items()
+        for name, value in msgspec.structs.asdict(reward).items()
         if name not in _COSTS and value != getattr(Reward(), name)
     }
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
-    return found
-
-
-class NoAnswers(Answers):
-    """In place of instances, which a run that reads recorded rollouts does not start."""
-
-    async def answer(self, *_: Any, **__: Any) -> list[Outcome]:
-        """Fail: nothing is generated."""
-        raise AssertionError("a run with recorded rollouts generates nothing")
+    encoded = msgspec.json.encode(given, enc_hook=repr)
+    return msgspec.json.decode(encoded, type=dict[str, Any])
 
 
 def _pyarrow() -> tuple[Any, Any]:

@@ -11,9 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from helmsman import GenerationResult, Job, RewardPool, Scheduler, SchedulingSpec
-from helmsman.api.errors import HelmsmanError
-from helmsman.recipes.judges import Judge, JudgeReward
+from helmsman import GenerationResult, Job, RewardPool, Scheduler
+from helmsman.recipes.judges import Judge, JudgeReward, Pool, Value, values_of
 from helmsman.recipes.prompts import Row
 from helmsman.recipes.rewards import make_caller
 from helmsman.recipes.settings import Reward, name_of
@@ -59,23 +58,20 @@ class Completion(NamedTuple):
 
     def given(self, row: Row) -> dict[str, Any]:
         """Return the arguments for rewards about this answer to the prompt of ``row``."""
-        token_ids = list(self.result.token_ids)
         return {
             "completion": self.text,
             "answer": row.answer,
             "prompt": row.prompt,
             "source": row.source,
             "row": row.entry,
-            "num_tokens": len(token_ids),
+            "num_tokens": len(self.result.token_ids),
             "is_truncated": self.result.stop_reason == "length",
-            "token_ids": token_ids,
+            "token_ids": self.result.token_ids,
             "chat": row.asked,
         }
 
 
-_Value = float | Exception | None
-"""A reward of an answer: a number, the error, or None if it does not apply to the answer."""
-_Pool = RewardPool | JudgeReward
+_Answers = Sequence[asyncio.Future[Completion]]
 
 
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
@@ -100,8 +96,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         judges: Sequence[Judge] = (),
     ) -> None:
         self._rewards = tuple(rewards)
-        self._held = contextlib.ExitStack()
-        self._pools: list[tuple[_Pool, bool]] = []
+        self._pools: list[tuple[Pool, bool]] = []
         with contextlib.ExitStack() as starting:
             for reward in self._rewards:
                 judge = next((each for each in judges if each.reward is reward), None)
@@ -115,7 +110,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                     self._pools.append((JudgeReward(judge, parse), False))
             self._held = starting.pop_all()
 
-    async def score(self, row: Row, answers: Sequence[asyncio.Future[Completion]]) -> list[Scored]:
+    async def score(self, row: Row, answers: _Answers) -> list[Scored]:
         """Compute all rewards of the answers to a prompt.
 
         A reward that takes batches is computed when all answers are complete; any other, for each
@@ -131,36 +126,12 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         Raises:
             Exception: The error of an answer.
         """
-        by_pool = await asyncio.gather(
-            *(self._of_pool(pool, batches, row, answers) for pool, batches in self._pools)
-        )
+        by_pool = await asyncio.gather(*(_of_pool(row, answers, *each) for each in self._pools))
         if not by_pool:  # a teacher alone judges the answers
-            return [Scored({}, 0.0, ()) for _ in await asyncio.gather(*answers)]
+            return [Scored({}, 0.0) for _ in await asyncio.gather(*answers)]
         return [self._sum(values) for values in zip(*by_pool, strict=True)]
 
-    async def _of_pool(
-        self,
-        pool: _Pool,
-        takes_batches: bool,
-        row: Row,
-        answers: Sequence[asyncio.Future[Completion]],
-    ) -> list[_Value]:
-        async def one(answer: asyncio.Future[Completion]) -> _Value:
-            (value,) = await self._call(pool, row, [await answer])
-            return value
-
-        if takes_batches:
-            return await self._call(pool, row, await asyncio.gather(*answers))
-        return await asyncio.gather(*map(one, answers))
-
-    async def _call(self, pool: _Pool, row: Row, completions: Sequence[Completion]) -> list[_Value]:
-        try:
-            values: list[_Value] = await pool([each.given(row) for each in completions])
-        except HelmsmanError as error:
-            return [error] * len(completions)
-        return values
-
-    def _sum(self, values: Sequence[_Value]) -> Scored:
+    def _sum(self, values: Sequence[Value]) -> Scored:
         """Add up the rewards of an answer, as TRL does: one that is None is left out of the sum."""
         if all(value is None for value in values):
             error = ValueError("returned None; expected a number from at least one reward")
@@ -180,18 +151,24 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self._held.close()
 
 
+async def _of_pool(row: Row, answers: _Answers, pool: Pool, takes_batches: bool) -> list[Value]:
+    async def score(batch: _Answers) -> list[Value]:
+        return await values_of(pool, [each.given(row) for each in await asyncio.gather(*batch)])
+
+    batches = [answers] if takes_batches else [[answer] for answer in answers]
+    return [value for values in await asyncio.gather(*map(score, batches)) for value in values]
+
+
 def _start(
     held: contextlib.ExitStack, reward: Reward, scheduler: Scheduler, function: Callable[..., Any]
 ) -> RewardPool:
     """Start the processes of a reward, which end with ``held``."""
     if not reward.on_cluster:
-        return held.enter_context(
-            RewardPool.on_this_machine(
-                function, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS
-            )
+        pool = RewardPool.on_this_machine(
+            function, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS
         )
-    role, tasks = f"reward-{name_of(reward)}", [SchedulingSpec(cpu=1)]
-    job = Job(role=role, replicas=reward.processes, tasks=tasks)
+        return held.enter_context(pool)
+    job = Job(role=f"reward-{name_of(reward)}", replicas=reward.processes)
     pool = RewardPool(scheduler, function, job, reward.timeout_s, max_restarts=_MAX_RESTARTS)
     held.enter_context(pool).initialize()
     return pool
