@@ -32,16 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from helmsman.recipes.command import main as run_recipe
 
         return run_recipe(given[0], given[1:])
+    from helmsman._cli import guarded
+    from helmsman._cli import main as run_command
+
     if given and given[0] in AGENTS:
         from helmsman.agents.checking import main as check_chat
 
-        return check_chat(given[1:])
+        return guarded(lambda: check_chat(given[1:]))
     if given and given[0] in RECORDED:
         from helmsman.recipes.rollouts import main as show_rollouts
 
-        return show_rollouts(given[1:])
-    from helmsman._cli import main as run_command
-
+        return guarded(lambda: show_rollouts(given[1:]))
     return run_command(given, recipes={**RECIPES, **AGENTS, **RECORDED})
 
 

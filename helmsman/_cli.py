@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -48,12 +48,25 @@ def main(
     Returns:
         The exit code.
     """
+    options = _parser(recipes).parse_args(arguments)
+    return guarded(lambda: options.run(options))
+
+
+def guarded(command: Callable[[], int | None]) -> int:
+    """Run a command; its errors are messages, and a reader may close its output.
+
+    Args:
+        command: Returns its exit code; None is success.
+
+    Returns:
+        The exit code.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # logs may have characters that it cannot print
             stream.reconfigure(errors="backslashreplace")
-    options = _parser(recipes).parse_args(arguments)
     try:
-        code: int | None = options.run(options)
+        code = command()
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OK

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from helmsman import HelmsmanError
 from helmsman.recipes.recorded import RecordingError, find_parts, read_part
 from helmsman.recipes.samples import cell
 
@@ -27,7 +26,11 @@ def main(arguments: Sequence[str]) -> int:
         arguments: The command line after ``rollouts``.
 
     Returns:
-        0 if some rollouts match, 1 if none does, 2 if the recording cannot be read.
+        0 if some rollouts match, 1 if none does.
+
+    Raises:
+        RecordingError: The recording is missing or unusable.
+        OSError: It cannot be read.
     """
     parser = argparse.ArgumentParser("helmsman rollouts", description="Show recorded rollouts.")
     add = parser.add_argument
@@ -45,9 +48,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if _show(options) else 1
     except re.error as error:
         parser.error(f"argument --grep: {options.grep!r} is no regular expression: {error}")
-    except (HelmsmanError, OSError) as error:
-        print(f"helmsman: {error}", file=sys.stderr)
-    return 2
 
 
 def steps(text: str) -> range:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +325,17 @@ def test_rollouts_refusals(run: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit):
             main(["rollouts", run, flag, value])
         assert f"argument {flag}: " in capsys.readouterr().err
+
+
+def test_rollouts_output_closed_or_ascii(tmp_path: Path) -> None:
+    recording, _, draws = make_recording(tmp_path)
+    answer = Answer([sample("caf\u00e9", 1.0)], Scored({}, 1.0), 1.0)
+    recording.write(1, [Group(draws.draw(0), [answer])], {}, DrawState())
+    command = [sys.executable, "-m", "helmsman", "rollouts", str(tmp_path)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as closed:
+        ran = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=True)
+    assert not ran.stderr
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    assert rb"caf\xe9" in subprocess.run(command, env=ascii_only, stdout=-1, check=True).stdout
