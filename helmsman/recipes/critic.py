@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from helmsman import TrainController
 from helmsman.api.advantages import gae, whiten
 from helmsman.api.reward_shaping import token_rewards
 from helmsman.recipes.batches import Group
+from helmsman.recipes.reference import awake
 from helmsman.recipes.settings import GRPOSettings
 
 FOLDER = "critic"
@@ -41,7 +41,7 @@ class CriticModel:
         """
         answers = [answer for group in groups for answer in group.answers]
         scores = [answer.reward for answer in answers for _ in answer.samples]
-        with self._awake():
+        with awake(self._ranks, takes_turns=self._takes_turns):
             values = self._ranks.forward([{"input_ids": each["input_ids"]} for each in samples])
         masks = [sample["loss_mask"] for sample in samples]
         rewards, _ = token_rewards(scores, masks)
@@ -55,14 +55,14 @@ class CriticModel:
     def train(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Run an optimizer step on samples from ``add_advantages``, and return its metrics."""
         samples = [{name: sample[name] for name in _COLUMNS} for sample in samples]
-        with self._awake():
+        with awake(self._ranks, takes_turns=self._takes_turns):
             stats = self._ranks.train_batch(samples, "value", {"clip": self._settings.clip})
         kept = ("loss", "grad_norm", "value", "return", "value_clip_fraction")
         return {f"critic/{name}": stats[name] for name in kept if name in stats}
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint; see Part."""
-        with self._awake():
+        with awake(self._ranks, takes_turns=self._takes_turns):
             self._ranks.save(str(folder / FOLDER))
 
     def begin(self, step: int, checkpoint: Path | None) -> None:
@@ -72,13 +72,5 @@ class CriticModel:
             CheckpointError: The state cannot be read.
         """
         if checkpoint is not None:
-            with self._awake():
+            with awake(self._ranks, takes_turns=self._takes_turns):
                 self._ranks.load(str(checkpoint / FOLDER))
-
-    @contextlib.contextmanager
-    def _awake(self) -> Iterator[None]:
-        if self._takes_turns:
-            self._ranks.wake()
-        yield
-        if self._takes_turns:
-            self._ranks.sleep()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from helmsman import TrainController
@@ -13,6 +14,21 @@ from helmsman.recipes.roles import takes_turns
 from helmsman.recipes.settings import RunSettings
 
 log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def awake(ranks: TrainController, *, takes_turns: bool) -> Iterator[None]:
+    """Wake the ranks of a model for a block, and let them sleep after it, if it succeeds.
+
+    Args:
+        ranks: The controller of the model.
+        takes_turns: Whether the ranks share their devices; others are always awake.
+    """
+    if takes_turns:
+        ranks.wake()
+    yield
+    if takes_turns:
+        ranks.sleep()
 
 
 class Reference(abc.ABC):
@@ -77,11 +93,8 @@ class FrozenReference(Reference):
             try:
                 if is_lost:
                     self._ranks.recover()
-                if self._takes_turns:
-                    self._ranks.wake()
-                found = forward()
-                if self._takes_turns:
-                    self._ranks.sleep()
+                with awake(self._ranks, takes_turns=self._takes_turns):
+                    return forward()
             except (WorkerFailedError, GroupCallError, StartError) as error:
                 errors = error.errors.values() if isinstance(error, GroupCallError) else [error]
                 losses = (e for e in errors if isinstance(e, WorkerFailedError | StartError))
@@ -98,5 +111,3 @@ class FrozenReference(Reference):
                 log.warning(
                     "a rank of %s was lost; all its ranks are rebuilt: %s", self._ranks.role, said
                 )
-            else:
-                return found
