@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from helmsman.api.engines import PER_CHOICE
+from helmsman.api.reward_shaping import plain
 from helmsman.recipes.reference import FrozenReference
 from helmsman.recipes.tokens import FolderTokenizer, model_limits
 
@@ -53,11 +54,9 @@ class Teacher:
         rows = self._model.logprobs(tokens)
         total, count = 0.0, 0
         for sample, row in zip(samples, rows, strict=True):
-            mask, own = sample["loss_mask"], list(map(float, sample["logprobs"]))
-            gains = [
-                (theirs - ours) if kept else 0.0
-                for theirs, ours, kept in zip(row.tolist(), own, mask, strict=True)
-            ]
+            mask = sample["loss_mask"]
+            columns = zip(row.tolist(), plain(sample["logprobs"]), mask, strict=True)
+            gains = [theirs - ours if kept else 0.0 for theirs, ours, kept in columns]
             before = sample["advantages"]
             if not isinstance(before, list):
                 before = [before] * len(mask)
