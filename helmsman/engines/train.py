@@ -9,9 +9,10 @@ micro-batches, up to rounding.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -200,7 +201,6 @@ class FSDPTrainEngine(TrainEngine):
         self._progress = TrainProgress(version=self._progress.version + 1, num_steps=num_steps + 1)
         return {**stats, "grad_norm": grad_norm, "lr": lr}
 
-    @torch.no_grad()
     def eval_batch(
         self,
         samples: Sequence[Sample],
@@ -223,11 +223,8 @@ class FSDPTrainEngine(TrainEngine):
                 loss needs another head.
             RuntimeError: The engine is asleep or has no model, or another rank failed.
         """
-        model = self._built_model().eval()
-        try:
+        with self._without_training():
             return self._accumulate(samples, loss_fn, loss_kwargs)
-        finally:
-            reshard(model)
 
     def _accumulate(
         self, samples: Sequence[Sample], loss_fn: LossFn | str, kwargs: Mapping[str, Any] | None
@@ -238,7 +235,6 @@ class FSDPTrainEngine(TrainEngine):
             checked = check_samples(samples, self._runner.vocab_size)
         return self._runner.accumulate(checked, loss)
 
-    @torch.no_grad()
     def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Compute the log-probabilities or values of each sample's tokens. A collective.
 
@@ -253,13 +249,10 @@ class FSDPTrainEngine(TrainEngine):
             ValueError: A sample is malformed, or its model-parallel ranks have different samples.
             RuntimeError: The engine is asleep or has no model, or another rank failed.
         """
-        model = self._built_model().eval()
-        with failing_together("preparing the batch"):
-            checked = check_samples(samples, self._runner.vocab_size)
-        try:
+        with self._without_training():
+            with failing_together("preparing the batch"):
+                checked = check_samples(samples, self._runner.vocab_size)
             return self._runner.forward(checked)
-        finally:
-            reshard(model)
 
     def forward_base(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Like ``forward``, by the base model without its adapters.
@@ -272,7 +265,6 @@ class FSDPTrainEngine(TrainEngine):
         with self._trained_adapters().off():
             return self.forward(samples)
 
-    @torch.no_grad()
     def forward_top(
         self, samples: Sequence[Sample], num_choices: int, num_ids: int | None = None
     ) -> list[tuple[torch.Tensor, ...]]:
@@ -294,17 +286,24 @@ class FSDPTrainEngine(TrainEngine):
                 model-parallel ranks have different samples.
             RuntimeError: The engine is asleep or has no model, or another rank failed.
         """
-        model = self._built_model().eval()
-        with failing_together("preparing the batch"):
-            most = min(self._runner.vocab_size, num_ids or self._runner.vocab_size)
-            if self.config.head != "lm" or not 1 <= num_choices <= most:
-                raise ValueError(
-                    f"num_choices is {num_choices}, and the model has {most} ids and the head "
-                    f"{self.config.head!r}; expected 1 to {most}, and the head 'lm'"
-                )
-            checked = check_samples(samples, self._runner.vocab_size)
-        try:
+        with self._without_training():
+            with failing_together("preparing the batch"):
+                most = min(self._runner.vocab_size, num_ids or self._runner.vocab_size)
+                if self.config.head != "lm" or not 1 <= num_choices <= most:
+                    raise ValueError(
+                        f"num_choices is {num_choices}, and the model has {most} ids and the head "
+                        f"{self.config.head!r}; expected 1 to {most}, and the head 'lm'"
+                    )
+                checked = check_samples(samples, self._runner.vocab_size)
             return self._runner.top_choices(checked, num_choices, most)
+
+    @contextlib.contextmanager
+    def _without_training(self) -> Iterator[None]:
+        """Run passes without gradients and dropout; parameters are sharded again afterwards."""
+        model = self._built_model().eval()
+        try:
+            with torch.no_grad():
+                yield
         finally:
             reshard(model)
 

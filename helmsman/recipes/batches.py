@@ -49,8 +49,7 @@ class Answer(msgspec.Struct, frozen=True):
         return [
             version
             for sample in self.samples
-            for version, is_sampled in zip(sample.versions, sample.loss_mask, strict=True)
-            if is_sampled
+            for version in itertools.compress(sample.versions, sample.loss_mask)
         ]
 
 
@@ -103,36 +102,34 @@ def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[s
 
     Each has ``input_ids``, ``loss_mask``, ``logprobs`` and ``advantages``.
     """
-    algorithm = settings.algorithm
-    assert algorithm.normalize_std is not None
-    advantages: list[Any] = []
+    found: list[dict[str, Any]] = []
     for group in groups:
-        answers, normalize = group.answers, algorithm.normalize_std
-        if settings.agent.credit == "turn":
-            sessions, discount = [answer.samples for answer in answers], settings.agent.discount
-            of_group = turn_advantages(sessions, discount, normalize_std=normalize)
-            pairs = zip(itertools.chain(*sessions), itertools.chain(*of_group), strict=True)
-            advantages += [sample.per_token(of_turns) for sample, of_turns in pairs]
-        else:
-            rewards = [answer.reward for answer in answers]
-            values = group_advantages(rewards, group_size=len(rewards), normalize_std=normalize)
-            for answer, value in zip(answers, values, strict=True):
-                advantages += [value] * len(answer.samples)
-    kept = [
-        (sample, not (algorithm.overlong_filter and answer.is_truncated))
-        for group in groups
-        for answer in group.answers
-        for sample in answer.samples
-    ]
-    return [
-        {
-            "input_ids": sample.input_ids,
-            "loss_mask": [int(each and counts) for each in sample.loss_mask],
-            "logprobs": sample.logprobs,
-            "advantages": advantage,
-        }
-        for (sample, counts), advantage in zip(kept, advantages, strict=True)
-    ]
+        samples = [(answer, sample) for answer in group.answers for sample in answer.samples]
+        advantages = _advantages(group.answers, settings)
+        for (answer, sample), advantage in zip(samples, advantages, strict=True):
+            counts = not (settings.algorithm.overlong_filter and answer.is_truncated)
+            found.append(
+                {
+                    "input_ids": sample.input_ids,
+                    "loss_mask": [int(each and counts) for each in sample.loss_mask],
+                    "logprobs": sample.logprobs,
+                    "advantages": advantage,
+                }
+            )
+    return found
+
+
+def _advantages(answers: Sequence[Answer], settings: GRPOSettings) -> list[Any]:
+    """Return the advantages of a group's samples, in order: a number each, or (T,) with turns."""
+    normalize, sessions = settings.algorithm.normalize_std, [each.samples for each in answers]
+    assert normalize is not None
+    if settings.agent.credit == "turn":
+        of_group = turn_advantages(sessions, settings.agent.discount, normalize_std=normalize)
+        pairs = zip(itertools.chain(*sessions), itertools.chain(*of_group), strict=True)
+        return [sample.per_token(of_turns) for sample, of_turns in pairs]
+    rewards = [answer.reward for answer in answers]
+    values = group_advantages(rewards, group_size=len(rewards), normalize_std=normalize)
+    return [value for session, value in zip(sessions, values, strict=True) for _ in session]
 
 
 def split(items: Sequence[T], num_parts: int) -> list[Sequence[T]]:
@@ -239,13 +236,13 @@ def add_logprobs(
     Returns:
         Metrics of the comparison.
     """
-    old, correction = settings.algorithm.old_logprobs, settings.correction
-    if correction.mode != "none":
-        old = "trainer"
+    correction = settings.correction
+    old = settings.algorithm.old_logprobs if correction.mode == "none" else "trainer"
     corrects = correction.mode != "none" or correction.outlier is not None
-    if not settings.tracking.logprob_diff and old == "rollout" and not corrects:
+    needs_all = corrects or old != "rollout"
+    if not needs_all and not settings.tracking.logprob_diff:
         return {}
-    every = 1 if old != "rollout" or corrects else -(-len(samples) // _MOST_COMPARED)
+    every = 1 if needs_all else -(-len(samples) // _MOST_COMPARED)
     own = trainer.forward([{"input_ids": each["input_ids"]} for each in samples[::every]])
     found: dict[str, float] = {}
     if corrects:
@@ -305,11 +302,9 @@ def logprob_differences(
             for ours, theirs, made_by, is_sampled in zip(*columns, strict=True)
             if is_sampled and made_by == version
         ]
-    return (
-        {"logprob_diff/max": max(apart), "logprob_diff/mean": statistics.fmean(apart)}
-        if apart
-        else {}
-    )
+    if not apart:
+        return {}
+    return {"logprob_diff/max": max(apart), "logprob_diff/mean": statistics.fmean(apart)}
 
 
 _NAMES = {"ref_kl": "kl", "teacher_kl": "teacher/kl"}
@@ -336,5 +331,4 @@ def log_likelihood(sample: Mapping[str, Any], logprobs: Any) -> float:
         sample: A sample with ``loss_mask``.
         logprobs: Log-probabilities of its tokens, (T,) float32.
     """
-    pairs = zip(sample["loss_mask"][1:], logprobs.tolist()[1:], strict=True)
-    return float(sum(each for counts, each in pairs if counts))
+    return float(sum(itertools.compress(logprobs.tolist()[1:], sample["loss_mask"][1:])))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from helmsman import BoundedStaleness, HelmsmanError, WorkflowExecutor
 from helmsman.recipes.answers import Answers
@@ -85,7 +81,7 @@ class Episodes:
                 rollout.staleness, keep=self._keep, oversample=rollout.oversample
             )
             self._executor = WorkflowExecutor(
-                _timed(episode), batch_policy=policy, episode_timeout=rollout.episode_timeout
+                episode, batch_policy=policy, episode_timeout=rollout.episode_timeout
             )
             self._source = iter(self._draws)
         self._executor.set_version(step - 1)
@@ -146,13 +142,3 @@ class Episodes:
         """Mark a draw as used; its kept answers are needed until a checkpoint records that."""
         self._draws.use(draw.number)
         self._used.append(draw)
-
-
-def _timed(episode: Callable[[Draw], Awaitable[Group]]) -> Callable[[Draw], Awaitable[Group]]:
-    @functools.wraps(episode)  # the name stands in messages and stacks
-    async def timed(draw: Draw) -> Group:
-        started = time.time()
-        group = await episode(draw)
-        return msgspec.structs.replace(group, started=started, seconds=time.time() - started)
-
-    return timed

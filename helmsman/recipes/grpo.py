@@ -7,6 +7,7 @@ train, sync. Their lines call parts, which ``grpo_recipe.GRPO.start`` builds and
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import msgspec
 
@@ -127,10 +128,11 @@ class GRPOLoop:
 
     async def episode(self, draw: Draw) -> Group:
         """Generate the answers to a prompt, and reward them; many episodes run at once."""
-        sampling, settings = self.sampling, self.run.settings
+        sampling, settings, started = self.sampling, self.run.settings, time.time()
         samplings = [msgspec.structs.replace(sampling, seed=seed) for seed in draw.seeds]
         outcomes = await self.answers.answer(draw.row, samplings, draw)
-        return Group(draw, [make_answer(*each, settings) for each in outcomes])
+        answers = [make_answer(*each, settings) for each in outcomes]
+        return Group(draw, answers, started, seconds=time.time() - started)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Answer the held-out prompts with the current weights, and return the metrics."""

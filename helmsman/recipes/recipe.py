@@ -102,15 +102,10 @@ class Recipe(abc.ABC, Generic[S]):
                 section[key], rows = source_of(section[key], section.get(split), default)
                 section |= {split: None} if has_splits and split in section else {}
                 self.rows |= {} if rows is None else {section[key]: rows}
-        self._read(config, overrides, given)
-        self._is_loaded = False
-
-    def _read(
-        self, path: str | Path | None, overrides: Sequence[tuple[str, str]], given: dict[str, Any]
-    ) -> None:
         found: Any
-        found, self.choices = read(self.kind, path, overrides, given)
+        found, self.choices = read(self.kind, config, overrides, given)
         self.settings: S = found  # its type is self.kind, which a type checker cannot infer
+        self._is_loaded = False
 
     # --- the run ----------------------------------------------------------------------------------
 

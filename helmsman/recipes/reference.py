@@ -86,15 +86,12 @@ class FrozenReference(Reference):
                 if loss is None:
                     raise
                 is_lost, said = True, str(loss).split("\n", 1)[0]
-                if self._ranks.num_recoveries >= self._most:
-                    log.warning(
-                        "a rank of %s was lost, and checkpoints.max_recoveries is %d: %s",
-                        *(self._ranks.role, self._most, said),
-                    )
+                is_last = self._ranks.num_recoveries >= self._most
+                limit = f"checkpoints.max_recoveries is {self._most}"
+                fate = limit if is_last else "all its ranks are rebuilt"
+                log.warning("a rank of %s was lost; %s: %s", self._ranks.role, fate, said)
+                if is_last:
                     raise
-                log.warning(
-                    "a rank of %s was lost; all its ranks are rebuilt: %s", self._ranks.role, said
-                )
 
 
 def make_reference(ranked: Mapping[str, TrainController], settings: RunSettings) -> Reference:

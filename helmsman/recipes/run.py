@@ -150,8 +150,7 @@ class RecipeRun(Generic[S]):
 
     def export_model(self) -> None:
         """Write the model of the last step, where ``checkpoints.export`` asks for it."""
-        kept = self.settings.checkpoints
-        if kept.export == "last":
+        if self.settings.checkpoints.export == "last":
             self._export(self.out.absolute())
 
     def _export(self, folder: Path) -> None:
@@ -161,9 +160,8 @@ class RecipeRun(Generic[S]):
 
     def _begin(self, step: int) -> None:
         """Restore all parts, and drop records of this and later steps."""
-        kept = self.settings.checkpoints
-        found = Checkpoints(self.out / "checkpoints", kept.keep).latest()
-        folder = None if found is None else found[1]
+        checkpoints = Checkpoints(self.out / "checkpoints", self.settings.checkpoints.keep)
+        _, folder = checkpoints.latest() or (0, None)
         for part in self.parts:
             part.begin(step, folder)
         self.trackers.rewind(step - 1)
@@ -181,11 +179,10 @@ class RecipeRun(Generic[S]):
 
     def _add_files(self, folder: Path) -> None:
         """Add draws, parts and the exported model to a checkpoint."""
-        kept = self.settings.checkpoints
         write_json(folder / DRAWS_FILE, self.draws.state())
         for part in self.parts:
             part.save(folder)
-        if kept.export == "all":
+        if self.settings.checkpoints.export == "all":
             self._export(folder)
 
 

@@ -365,11 +365,7 @@ def _to_columns(number: int, sample: Mapping[str, Any], vocab_size: int) -> dict
             f"sample {number}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; "
             "expected (T,) int, T > 0"
         )
-    input_ids = input_ids.long()  # torch has no min() for the unsigned types of token files
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
-        raise ValueError(
-            f"sample {number}: 'input_ids' has ids outside the vocabulary of size {vocab_size}"
-        )
+    input_ids = input_ids.long()
     for name, column in columns.items():
         is_fit, expected = column.ndim < 2, f"({len(input_ids)},), one entry per token, or a scalar"
         if name in PER_CHOICE:
@@ -379,11 +375,12 @@ def _to_columns(number: int, sample: Mapping[str, Any], vocab_size: int) -> dict
                 f"sample {number}: {name!r} has the shape {tuple(column.shape)}; expected "
                 f"{expected}"
             )
-    top_ids = columns.get(TOP_IDS, input_ids).long()
-    if int(top_ids.min()) < 0 or int(top_ids.max()) >= vocab_size:
-        raise ValueError(
-            f"sample {number}: {TOP_IDS!r} has ids outside the vocabulary of size {vocab_size}"
-        )
+    for name in ("input_ids", TOP_IDS):
+        ids = columns.get(name, input_ids).long()  # torch has no min() for unsigned types
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            raise ValueError(
+                f"sample {number}: {name!r} has ids outside the vocabulary of size {vocab_size}"
+            )
     mask = columns.get("loss_mask", torch.ones(len(input_ids), dtype=torch.bool))
     if mask.ndim != 1:
         raise ValueError(f"sample {number}: 'loss_mask' is a scalar; expected one entry per token")

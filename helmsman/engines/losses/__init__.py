@@ -97,12 +97,9 @@ class LossCall(msgspec.Struct, frozen=True):
             )
         loss_sum, stats = result
         for name, value in {"loss_sum": loss_sum, **stats}.items():
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                found = (
-                    tuple(value.shape)
-                    if isinstance(value, torch.Tensor)
-                    else f"a {type(value).__name__}"
-                )
+            is_tensor = isinstance(value, torch.Tensor)
+            if not is_tensor or value.numel() != 1:
+                found = tuple(value.shape) if is_tensor else f"a {type(value).__name__}"
                 raise ValueError(
                     f"loss {self.name!r} returned {name} as {found}; expected a tensor of one "
                     "number, a sum over the batch"
@@ -187,22 +184,18 @@ def resolve_loss(loss: LossFn | str) -> LossFn:
     Raises:
         ValueError: The loss does not exist or is not callable.
     """
-    if not isinstance(loss, str):
-        return _callable(loss, repr(loss))
-    if loss in LOSSES:
+    if isinstance(loss, str) and loss in LOSSES:
         return LOSSES[loss]
-    module, _, name = loss.rpartition(".")
-    try:
-        found: LossFn = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as exc:
-        raise ValueError(
-            f"there is no loss {loss!r}; give {', '.join(LOSSES)}, 'package.module.function' or a "
-            "function"
-        ) from exc
-    return _callable(found, repr(loss))
-
-
-def _callable(loss: LossFn, name: str) -> LossFn:
-    if not callable(loss):
-        raise ValueError(f"the loss {name} is a {type(loss).__name__}; expected a function")
-    return loss
+    found: LossFn | str = loss
+    if isinstance(loss, str):
+        module, _, name = loss.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as exc:
+            raise ValueError(
+                f"there is no loss {loss!r}; give {', '.join(LOSSES)}, 'package.module.function' "
+                "or a function"
+            ) from exc
+    if not callable(found):
+        raise ValueError(f"the loss {loss!r} is a {type(found).__name__}; expected a function")
+    return found

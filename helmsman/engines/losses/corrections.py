@@ -52,10 +52,8 @@ def importance_weights(
         weight = (~is_cut).float()
     else:
         weight = torch.ones_like(weight)
-    is_outlier = False
-    if correction.outlier is not None:
-        outside = (ratio > correction.outlier) | (ratio < 1 / correction.outlier)
-        is_outlier = bool((outside & mask).any())
+    most = correction.outlier or torch.inf
+    is_outlier = bool(((ratio > most) | (ratio < 1 / most)).any())  # outside of the mask it is 1
     weight = weight.where(mask, 0.0) * (not is_outlier)
     return weight, {
         "weight": float(weight.sum()),

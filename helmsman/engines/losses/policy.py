@@ -78,15 +78,11 @@ def grpo_loss(
         ValueError: The batch lacks a column, the estimator is unknown, or ``dual_clip`` is too
             small.
     """
-    require("grpo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ())))
+    _require("grpo_loss", batch, kl_coef)
     mask = batch["loss_mask"]
     log_ratio = masked(logprobs, mask) - masked(batch["logprobs"], mask)
-    objective, stats = _clipped(
-        log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, dual_clip
-    )
-    return _regularized(
-        "grpo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef
-    )
+    clipped = _clipped(log_ratio, batch, clip_low, clip_high, dual_clip)
+    return _regularized("grpo_loss", clipped, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -138,14 +134,11 @@ def decoupled_ppo_loss(
         ValueError: The batch lacks a column, the estimator or mode is unknown, or ``dual_clip`` is
             too small.
     """
-    needed = ("logprobs", "prox_logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ()))
-    require("decoupled_ppo_loss", batch, needed)
+    _require("decoupled_ppo_loss", batch, kl_coef, "prox_logprobs")
     mask = batch["loss_mask"]
     proximal = masked(batch["prox_logprobs"], mask)
-    advantages = masked(batch["advantages"], mask)
-    objective, stats = _clipped(
-        masked(logprobs, mask) - proximal, advantages, mask, clip_low, clip_high, dual_clip
-    )
+    log_ratio = masked(logprobs, mask) - proximal
+    objective, stats = _clipped(log_ratio, batch, clip_low, clip_high, dual_clip)
     weight = (proximal - masked(batch["logprobs"], mask)).exp()
     if importance_mode not in ("truncate", "mask"):
         raise ValueError(
@@ -156,9 +149,9 @@ def decoupled_ppo_loss(
         stats["importance_capped"] = masked_sum(above, mask)
         weight = weight.masked_fill(above, importance_cap if importance_mode == "truncate" else 0.0)
     stats["importance_weight"] = masked_sum(weight, mask)
-    objective = objective * weight
+    weighted = objective * weight, stats
     return _regularized(
-        "decoupled_ppo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef
+        "decoupled_ppo_loss", weighted, logprobs, batch, kl_coef, kl_estimator, entropy_coef
     )
 
 
@@ -197,17 +190,13 @@ def gspo_loss(
     Raises:
         ValueError: The batch lacks a column, or the estimator is unknown.
     """
-    require("gspo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ())))
+    _require("gspo_loss", batch, kl_coef)
     mask = batch["loss_mask"]
     token_log_ratio = masked(logprobs, mask) - masked(batch["logprobs"], mask)
     log_ratio = token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     log_ratio = log_ratio.expand_as(token_log_ratio)
-    objective, stats = _clipped(
-        log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, None
-    )
-    return _regularized(
-        "gspo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef
-    )
+    clipped = _clipped(log_ratio, batch, clip_low, clip_high, dual_clip=None)
+    return _regularized("gspo_loss", clipped, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -241,28 +230,30 @@ def cispo_loss(
     Raises:
         ValueError: The batch lacks a column, or the estimator is unknown.
     """
-    require(
-        "cispo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ()))
-    )
+    _require("cispo_loss", batch, kl_coef)
     mask = batch["loss_mask"]
     current = masked(logprobs, mask)
     log_ratio = (current - masked(batch["logprobs"], mask)).detach()
     ratio = log_ratio.exp()
     objective = -ratio.clamp(max=ratio_cap) * masked(batch["advantages"], mask) * current
-    stats = _ratio_stats(log_ratio, ratio > ratio_cap, mask)
-    return _regularized(
-        "cispo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef
-    )
+    capped = objective, _ratio_stats(log_ratio, ratio > ratio_cap, mask)
+    return _regularized("cispo_loss", capped, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
+
+
+def _require(loss: str, batch: Columns, kl_coef: float, *further: str) -> None:
+    """Raise ValueError if a batch lacks a column that a policy's loss needs."""
+    of_reference = ("ref_logprobs",) if kl_coef else ()
+    require(loss, batch, ("logprobs", *further, "advantages", *of_reference))
 
 
 def _clipped(
     log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
+    batch: Columns,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
 ) -> LossResult:
+    advantages = masked(batch["advantages"], batch["loss_mask"])
     log_ratio = log_ratio.clamp(max=_MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     plain = ratio * advantages
@@ -276,7 +267,7 @@ def _clipped(
         objective = torch.where(
             advantages < 0, torch.maximum(objective, dual_clip * advantages), objective
         )
-    return -objective, _ratio_stats(log_ratio, objective != plain, mask)
+    return -objective, _ratio_stats(log_ratio, objective != plain, batch["loss_mask"])
 
 
 def _ratio_stats(
@@ -292,8 +283,7 @@ def _ratio_stats(
 
 def _regularized(
     loss: str,
-    objective: torch.Tensor,
-    stats: dict[str, torch.Tensor],
+    found: LossResult,
     logprobs: torch.Tensor,
     batch: Columns,
     kl_coef: float,
@@ -301,7 +291,7 @@ def _regularized(
     entropy_coef: float,
 ) -> LossResult:
     """Weigh a policy's loss (B, T) by ``importance``, add the regularizers, and sum."""
-    mask = batch["loss_mask"]
+    (objective, stats), mask = found, batch["loss_mask"]
     if "importance" in batch:  # constants: helmsman.engines.losses.corrections
         objective = objective * masked(batch["importance"], mask)
     if kl_coef:

@@ -143,8 +143,7 @@ def dpo_loss(
     Raises:
         ValueError: The batch lacks a column, its rows are not pairs, or the type is unknown.
     """
-    require("dpo_loss", batch, (PAIR, "ref_logprobs"))
-    _check_pairs("dpo_loss", batch)
+    _require_pairs("dpo_loss", batch, "ref_logprobs")
     mask = batch["loss_mask"]
     log_ratio = (masked(logprobs, mask) - masked(batch["ref_logprobs"], mask)).sum(-1)
     chosen, rejected = log_ratio[0::2], log_ratio[1::2]
@@ -159,14 +158,7 @@ def dpo_loss(
         raise ValueError(
             f"there is no loss_type {loss_type!r}; expected 'sigmoid', 'ipo' or 'hinge'"
         )
-    with torch.no_grad():
-        stats = {
-            "chosen_reward": beta * chosen.sum(),
-            "rejected_reward": beta * rejected.sum(),
-            "reward_margin": beta * (chosen - rejected).sum(),
-            "accuracy": (chosen > rejected).sum().float(),
-        }
-    return loss.sum(), stats
+    return loss.sum(), _reward_stats(beta * chosen, beta * rejected)
 
 
 @loss_traits(head="value", paired=True)
@@ -192,8 +184,7 @@ def reward_model_loss(values: torch.Tensor, batch: Columns, center_coef: float =
         ValueError: The batch lacks ``pair``, its rows are not pairs, ``margin`` is per token, or a
             row has no token in its mask.
     """
-    require("reward_model_loss", batch, (PAIR,))
-    _check_pairs("reward_model_loss", batch)
+    _require_pairs("reward_model_loss", batch)
     mask = batch["loss_mask"]
     if not bool(mask.any(-1).all()):
         pairs = batch[PAIR][~mask.any(-1)].tolist()
@@ -212,20 +203,26 @@ def reward_model_loss(values: torch.Tensor, batch: Columns, center_coef: float =
     loss = -functional.logsigmoid(chosen - rejected - margin)
     if center_coef:
         loss = loss + center_coef * (chosen + rejected).square()
-    with torch.no_grad():
-        stats = {
-            "chosen_reward": chosen.sum(),
-            "rejected_reward": rejected.sum(),
-            "reward_margin": (chosen - rejected).sum(),
-            "accuracy": (chosen > rejected).sum().float(),
-        }
-    return loss.sum(), stats
+    return loss.sum(), _reward_stats(chosen, rejected)
 
 
-def _check_pairs(loss: str, batch: Columns) -> None:
+def _require_pairs(loss: str, batch: Columns, *further: str) -> None:
+    """Raise ValueError if a batch lacks a column that a loss needs, or its rows are not pairs."""
+    require(loss, batch, (PAIR, *further))
     pairs = batch[PAIR]
     if len(pairs) % 2 or not torch.equal(pairs[0::2], pairs[1::2]):
         raise ValueError(
             f"{loss}: rows 2j and 2j + 1 must be of one pair, but the column {PAIR!r} is "
             f"{pairs.tolist()}"
         )
+
+
+@torch.no_grad()
+def _reward_stats(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sum the rewards of pairs, their differences, and the pairs with a positive difference."""
+    return {
+        "chosen_reward": chosen.sum(),
+        "rejected_reward": rejected.sum(),
+        "reward_margin": (chosen - rejected).sum(),
+        "accuracy": (chosen > rejected).sum().float(),
+    }
