@@ -47,7 +47,7 @@ from helmsman.engines._serving.requests import Attempt, Requests
 from helmsman.engines._weights.fit import Expected, vocab_size_of
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.shared_base import SharedBase
-from helmsman.engines.weights import base_is_gone, base_is_random, partial_update
+from helmsman.engines.weights import partial_update, require_base
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ class ServerEngine(InferenceEngine):
         """By their names on the server, which are those of their folders in the exchange folder."""
         self._adapter_numbers = itertools.count(1)
         self._base = SharedBase(self)
-        self._has_base = not has_random_weights(self.config.args)
-        """Whether the weights below adapters are those of the folder or of an update."""
+        self._is_random = has_random_weights(self.config.args)
+        """Whether the weights below adapters are neither those of the folder nor of an update."""
         self._is_destroyed = False
         self._state = WeightState.AWAKE
         """The server generates nothing while its weights are incomplete."""
@@ -445,16 +445,13 @@ class ServerEngine(InferenceEngine):
                     except Exception as error:
                         raise partial_update(error) from error
                     self._on(WeightEvent.UPDATED)
-                    self._has_base = True
+                    self._is_random = False
                     await adapters.serve(None, version)
         return version
 
     async def _load_adapter(self, path: str, version: int) -> str:
         """Load an adapter from a folder, which is moved; return its name."""
-        if not self._state.is_whole:
-            raise base_is_gone()
-        if not self._has_base:
-            raise base_is_random()
+        require_base(is_whole=self._state.is_whole, is_random=self._is_random)
         name = f"version-{version}.{next(self._adapter_numbers)}"
         # The server may read the folder again as long as requests use the adapter.
         kept = os.path.join(self._exchange, name)
