@@ -155,7 +155,7 @@ def meant_experts(model: nn.Module, targets: Sequence[str]) -> list[str]:
     return [
         place
         for place in experts_of(model)
-        if any(_is_meant(adapted_tensor(place), target) for target in targets)
+        if any(_is_end(target, adapted_tensor(place)) for target in targets)
     ]
 
 
@@ -183,33 +183,26 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
         )
     if targets == _ALL:
         return tuple(linears)
-    places = {name: name for name in linears}
+    is_expression = isinstance(targets, str)
+    matches = re.fullmatch if is_expression else _is_end
     experts = {adapted_tensor(place): place for place in experts_of(model)}
-    known = [*_ends(linears), *(f"{_EXPERTS}.{end}" for end in _ends(experts))]
-    if any(_EXPERTS in each for each in ([targets] if isinstance(targets, str) else targets)):
-        places |= experts
-    if isinstance(targets, str):
-        chosen = [place for name, place in places.items() if re.fullmatch(targets, name)]
-        if not chosen:
+    places = {name: name for name in linears} | experts
+    chosen: set[str] = set()
+    for target in [targets] if isinstance(targets, str) else targets:
+        meant = places if _EXPERTS in target else linears
+        found = {places[name] for name in meant if matches(target, name)}
+        if not found:
+            ends = [*_ends(linears), *(f"{_EXPERTS}.{end}" for end in _ends(experts))]
+            known = [_ALL, *ends] if is_expression else ends
             raise ValueError(
-                f"lora.targets is {targets!r}, which matches no linear layer of "
-                f"{type(model).__name__}; {did_you_mean(targets, [_ALL, *known])}"
+                f"lora.targets has {target!r}, which matches no linear layer of "
+                f"{type(model).__name__} besides the output layer; {did_you_mean(target, known)}"
             )
-        return tuple(chosen)
-    for target in targets:
-        if not any(_is_meant(name, target) for name in places):
-            raise ValueError(
-                f"lora.targets has {target!r}, but {type(model).__name__} has no linear layer of "
-                f"this name besides the output layer; {did_you_mean(target, known)}"
-            )
-    return tuple(
-        place
-        for name, place in places.items()
-        if any(_is_meant(name, each) and (name == place or _EXPERTS in each) for each in targets)
-    )
+        chosen |= found
+    return tuple(place for place in places.values() if place in chosen)
 
 
-def _is_meant(name: str, target: str) -> bool:
+def _is_end(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
