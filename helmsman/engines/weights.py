@@ -9,9 +9,9 @@ from helmsman.engines._models.adapter_files import is_adapter_in_files, place_of
 from helmsman.engines._models.adapter_layers import (
     PARTS,
     AdapterSwitch,
+    adaptable_layers,
     attach,
     detach_all,
-    experts_of,
     is_adapter,
     matrix_sizes,
 )
@@ -114,9 +114,7 @@ def apply_weights(model: nn.Module, weights: Incoming, *, is_whole: bool = True)
 
 
 def _apply_adapter(model: nn.Module, weights: Incoming) -> None:
-    adapted: dict[str, nn.Module] = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    } | experts_of(model)
+    adapted = adaptable_layers(model)
     layers: dict[str, dict[str, str]] = {}
     for name, shape in weights.shapes.items():
         layer, part = place_of(name)

@@ -58,20 +58,22 @@ class AdapterSwitch:
             for name, parts in experts.lora.items():  # attributes of the instance hide parameters
                 whole = experts._parameters[name]
                 low, high = parts.lora_A.to(whole.dtype), parts.lora_B.to(whole.dtype)
-                experts.__dict__[name] = add_to_experts(experts, whole, low, high, self._scale)
+                experts.__dict__[name] = add_adapter(experts, whole, low, high, self._scale)
             return forward(*args, **kwargs)
         finally:
             for name in experts.lora:
                 experts.__dict__.pop(name, None)
 
 
-def add_to_experts(
-    experts: nn.Module, whole: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scale: float
+def add_adapter(
+    layer: nn.Module, whole: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return W + scale * B A of each expert: (E, out, in), or (E, in, out) as they have them."""
+    """Return W + scale * B A: (out, in), or of each expert, as the layer has them."""
+    if whole.dim() == 2:
+        return torch.addmm(whole, high, low, alpha=scale)
     size = len(whole)
     one, other = high.unflatten(1, (-1, size)).permute(2, 0, 1), low.unflatten(0, (size, -1))
-    one, other = (other.mT, one.mT) if _has_inputs_first(experts) else (one, other)
+    one, other = (other.mT, one.mT) if _has_inputs_first(layer) else (one, other)
     return torch.baddbmm(whole, one, other, alpha=scale)
 
 
@@ -134,6 +136,11 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
         for own, tensor in module.named_parameters(recurse=False)
         if tensor.dim() == 3 and getattr(module, "num_experts", None) == len(tensor)
     }
+
+
+def adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers and modules of experts that can have an adapter, by its place."""
+    return {**linear_layers(model), **experts_of(model)}
 
 
 def adapted_tensor(place: str) -> str:
