@@ -20,8 +20,6 @@ import shutil
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
-
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import ServerLostError, ServerRequestError
 from helmsman.api.generation import GenerationRequest, GenerationResult
@@ -29,6 +27,7 @@ from helmsman.api.platforms import current_platform
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights, WeightsOnDisk
 from helmsman.api.workers import worker_context
+from helmsman.engines._models.engine_checks import config_from, require_new, running
 from helmsman.engines._server import http
 from helmsman.engines._server.dialects import DIALECTS
 from helmsman.engines._server.http import ServerClient
@@ -73,11 +72,7 @@ class ServerEngine(InferenceEngine):
     """
 
     def __init__(self, config: ServerConfig | None = None, **fields: Any) -> None:
-        if config is not None and fields:
-            raise ValueError(
-                f"give either a ServerConfig or its fields, not both (fields: {', '.join(fields)})"
-            )
-        self.config = config if config is not None else msgspec.convert(fields, ServerConfig)
+        self.config = config_from(ServerConfig, config, fields)
         context = worker_context()
         if context is None or not context.ports:
             raise RuntimeError(
@@ -126,11 +121,7 @@ class ServerEngine(InferenceEngine):
                 files are not those of its model.
             RuntimeError: The engine is running or was destroyed.
         """
-        if self._process is not None or self._is_destroyed:
-            raise RuntimeError(
-                "initialize() was called on a server engine that is running or destroyed; make a "
-                "new one"
-            )
+        require_new("server engine", is_used=self._process is not None or self._is_destroyed)
         if not os.path.isdir(self.config.exchange_folder):
             raise ValueError(
                 f"there is no folder {self.config.exchange_folder!r} on this worker; set "
@@ -272,9 +263,7 @@ class ServerEngine(InferenceEngine):
         Raises:
             RuntimeError: The engine was not initialized.
         """
-        if self._process is None:
-            raise RuntimeError("the server engine is not running; call initialize() first")
-        return self._process.pid
+        return running("server engine", self._process).pid
 
     async def stats(self) -> dict[str, float]:
         """Return counters of the server and the engine.
@@ -305,12 +294,7 @@ class ServerEngine(InferenceEngine):
                 asyncio.run_coroutine_threadsafe(requests.notify(), client.loop)
 
     def _running(self) -> http.ServerClient:
-        if self._client is None:
-            raise RuntimeError(
-                "the server engine is not running; call initialize() first, and nothing after "
-                "destroy()"
-            )
-        return self._client
+        return running("server engine", self._client)
 
     def _served(self) -> Requests:
         self._running()
