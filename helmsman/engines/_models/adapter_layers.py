@@ -102,13 +102,11 @@ def attach(
 def detach_all(model: nn.Module) -> None:
     """Remove all adapters of a model."""
     for module in list(model.modules()):
-        if isinstance(getattr(module, HOLDER, None), nn.ModuleDict):
+        added = [name for name in (HOLDER, *PARTS) if hasattr(module, name)]
+        if added and "forward" in vars(module):
             del module.forward
-            delattr(module, HOLDER)
-        elif isinstance(module, nn.Linear) and hasattr(module, PARTS[0]):
-            del module.forward
-            for part in PARTS:
-                delattr(module, part)
+            for name in added:
+                delattr(module, name)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -118,13 +116,13 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     used without the layer's ``forward``, and is often the embedding's, too.
     """
     get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
-    left_out = (get_output(), getattr(model, "score", None))
+    outputs = get_output(), getattr(model, "score", None)
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and (type(module).forward is nn.Linear.forward or type(module).__name__ in _ALIKE)
-        and not any(module is each for each in left_out)
+        and module not in outputs
     }
 
 
