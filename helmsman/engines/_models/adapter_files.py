@@ -110,15 +110,17 @@ def write_received(folder: str, buckets: Iterable[Mapping[str, torch.Tensor]]) -
             "or it spans nodes. Set max_lora_rank to the adapter's rank or more, or send the whole "
             "model (WeightFormat.adapters False)"
         )
-    arrived = {
-        name: tensor.to("cpu", copy=True)  # a bucket's memory is used again
+    own = {
+        ".".join(place_of(name)): tensor.to("cpu", copy=True)  # a bucket's memory is used again
         for bucket in buckets
         for name, tensor in bucket.items()
     }
-    rank = rank_in_files({name: tensor.shape for name, tensor in arrived.items()})
-    own = {".".join(place_of(name)): tensor for name, tensor in arrived.items()}
-    layers = dict.fromkeys(name.rpartition(".")[0] for name in own)
-    write_adapter(folder, Adapter(rank=rank, alpha=rank, layers=tuple(layers)), own, base=None)
+    rank = rank_in_files({name_in_file(name): tensor.shape for name, tensor in own.items()})
+    write_adapter(folder, Adapter(rank=rank, alpha=rank, layers=_layers_of(own)), own, base=None)
+
+
+def _layers_of(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
 def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
@@ -135,7 +137,7 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
         ValueError: The folder is missing or incomplete, or has another kind of adapter.
     """
     entries, tensors = _read_entries(folder), _read_tensors(folder)
-    layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
+    layers = _layers_of(tensors)
     parameters = tuple(entries.get("target_parameters") or ())
     every = [f"{layer}.{part}" for layer in layers for part in PARTS]
     if lost := [name for name in every if name not in tensors]:
@@ -230,12 +232,7 @@ def wrapped_names(places: Sequence[str]) -> dict[str, str]:
 
 
 def write_adapter(
-    folder: str,
-    form: Adapter,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    base: str | None,
-    dropout: float = 0.0,
+    folder: str, form: Adapter, tensors: Mapping[str, torch.Tensor], *, base: str | None
 ) -> None:
     """Write an adapter that PEFT, vLLM and SGLang read, all or nothing.
 
@@ -244,7 +241,6 @@ def write_adapter(
         form: Its form.
         tensors: The tensors of ``read_adapter``.
         base: Folder of the base model; None if it has none.
-        dropout: Dropout in training.
 
     Raises:
         OSError: The files cannot be written, or the folder holds something else.
@@ -260,14 +256,11 @@ def write_adapter(
         "base_model_name_or_path": base,
         "r": form.rank,
         "lora_alpha": form.alpha,
-        "lora_dropout": dropout,
         "use_rslora": form.has_root_scale,
         "target_modules": [each for each in form.layers if each not in wrapped] or None,
         "target_parameters": [adapted_tensor(each) for each in wrapped] or None,
         "bias": "none",
-        "fan_in_fan_out": False,
         "inference_mode": True,
-        "modules_to_save": None,
     }
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=parent) as unfinished:
         whole = os.path.join(unfinished, "adapter")
