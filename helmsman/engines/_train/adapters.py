@@ -33,7 +33,7 @@ class Adapters:
     """The adapters of a model, which is frozen but for them.
 
     Args:
-        model: The model before it is sharded, on the host or on ``meta``.
+        model: The frozen model before it is sharded, on the host or on ``meta``.
         config: Rank, scale, targets and initial values.
         seed: Seed of the initial values of A; those of B are 0.
 
@@ -51,7 +51,6 @@ class Adapters:
             self.form = Adapter(rank=config.rank, alpha=config.alpha, layers=layers)
         self._switch = AdapterSwitch(self.form.scale, config.dropout)
         self._values: dict[str, torch.Tensor] = {}
-        model.requires_grad_(False)
         self._layers = adaptable_layers(model)
         with seeded(seed):
             for name in self.form.layers:
