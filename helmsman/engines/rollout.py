@@ -85,7 +85,6 @@ class HFRolloutEngine(InferenceEngine):
             batch,
             max_len=self._max_len,
             max_prefill_tokens=self.config.max_prefill_tokens,
-            version=0,
             base=self._base,
         )
 
