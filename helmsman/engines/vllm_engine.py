@@ -333,11 +333,7 @@ class VLLMEngine(InferenceEngine):
         Raises:
             ValueError: The adapter is not loaded.
         """
-
-        async def use(instance: VLLMInstance) -> None:
-            instance.use_adapter(name)
-
-        await self._to_its_end(use)
+        await self._to_its_end(lambda instance: instance.use_adapter(name))
 
 
 def async_engine_arguments(config: VLLMConfig) -> dict[str, Any]:

@@ -484,7 +484,7 @@ class VLLMInstance:
                 )
             await self._call(self._llm.remove_lora(self._adapters.pop(name).lora_int_id))
 
-    def use_adapter(self, name: str) -> None:
+    async def use_adapter(self, name: str) -> None:
         if name and name not in self._adapters:
             raise ValueError(_unknown_adapter(name, self._adapters))
         self._adapter = name
