@@ -14,14 +14,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import Weights
 from helmsman.engines._hf.decode_batch import DecodeBatch
 from helmsman.engines._hf.decode_loop import DecodeLoop
+from helmsman.engines._models.engine_checks import config_from, require_new, running
 from helmsman.engines._models.model import build_model, max_positions, resolve_dtype
 from helmsman.engines._serving.generation import check_request, check_samples_of_one
 from helmsman.engines._weights.model_folder import check_model_folder
@@ -44,11 +43,7 @@ class HFRolloutEngine(InferenceEngine):
     """
 
     def __init__(self, config: RolloutConfig | None = None, **fields: Any) -> None:
-        if config is not None and fields:
-            raise ValueError(
-                f"give either a RolloutConfig or its fields, not both (fields: {', '.join(fields)})"
-            )
-        self.config = config if config is not None else msgspec.convert(fields, RolloutConfig)
+        self.config = config_from(RolloutConfig, config, fields)
         self._loop: DecodeLoop | None = None
         self._vocab_size = 0
         self._max_len, self._limit = self.config.max_model_len, "max_model_len"
@@ -63,11 +58,7 @@ class HFRolloutEngine(InferenceEngine):
                 this engine cannot decode.
             RuntimeError: The engine is running or was destroyed.
         """
-        if self._loop is not None or self._destroyed:
-            raise RuntimeError(
-                "initialize() was called on a rollout engine that is running or destroyed; make a "
-                "new one"
-            )
+        require_new("rollout engine", is_used=self._loop is not None or self._destroyed)
         if isinstance(self.config.model, str):
             check_model_folder(self.config.model, reads_checkpoints=True, needs_transformers=True)
         current_platform.set_device(0)
@@ -94,7 +85,6 @@ class HFRolloutEngine(InferenceEngine):
             batch,
             max_len=self._max_len,
             max_prefill_tokens=self.config.max_prefill_tokens,
-            version=0,
             base=self._base,
         )
 
@@ -116,12 +106,7 @@ class HFRolloutEngine(InferenceEngine):
         return other
 
     def _running(self) -> DecodeLoop:
-        if self._loop is None:
-            raise RuntimeError(
-                "the rollout engine is not running; call initialize() first, and nothing after "
-                "destroy()"
-            )
-        return self._loop
+        return running("rollout engine", self._loop)
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
         """Continue one prompt; concurrent calls are batched.

@@ -20,8 +20,6 @@ import shutil
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
-
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import ServerLostError, ServerRequestError
 from helmsman.api.generation import GenerationRequest, GenerationResult
@@ -29,6 +27,7 @@ from helmsman.api.platforms import current_platform
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights, WeightsOnDisk
 from helmsman.api.workers import worker_context
+from helmsman.engines._models.engine_checks import config_from, require_new, running
 from helmsman.engines._server import http
 from helmsman.engines._server.dialects import DIALECTS
 from helmsman.engines._server.http import ServerClient
@@ -47,7 +46,7 @@ from helmsman.engines._serving.requests import Attempt, Requests
 from helmsman.engines._weights.fit import Expected, vocab_size_of
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.shared_base import SharedBase
-from helmsman.engines.weights import base_is_gone, base_is_random, partial_update
+from helmsman.engines.weights import partial_update, require_base
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +72,7 @@ class ServerEngine(InferenceEngine):
     """
 
     def __init__(self, config: ServerConfig | None = None, **fields: Any) -> None:
-        if config is not None and fields:
-            raise ValueError(
-                f"give either a ServerConfig or its fields, not both (fields: {', '.join(fields)})"
-            )
-        self.config = config if config is not None else msgspec.convert(fields, ServerConfig)
+        self.config = config_from(ServerConfig, config, fields)
         context = worker_context()
         if context is None or not context.ports:
             raise RuntimeError(
@@ -99,8 +94,8 @@ class ServerEngine(InferenceEngine):
         """By their names on the server, which are those of their folders in the exchange folder."""
         self._adapter_numbers = itertools.count(1)
         self._base = SharedBase(self)
-        self._has_base = not has_random_weights(self.config.args)
-        """Whether the weights below adapters are those of the folder or of an update."""
+        self._is_random = has_random_weights(self.config.args)
+        """Whether the weights below adapters are neither those of the folder nor of an update."""
         self._is_destroyed = False
         self._state = WeightState.AWAKE
         """The server generates nothing while its weights are incomplete."""
@@ -126,11 +121,7 @@ class ServerEngine(InferenceEngine):
                 files are not those of its model.
             RuntimeError: The engine is running or was destroyed.
         """
-        if self._process is not None or self._is_destroyed:
-            raise RuntimeError(
-                "initialize() was called on a server engine that is running or destroyed; make a "
-                "new one"
-            )
+        require_new("server engine", is_used=self._process is not None or self._is_destroyed)
         if not os.path.isdir(self.config.exchange_folder):
             raise ValueError(
                 f"there is no folder {self.config.exchange_folder!r} on this worker; set "
@@ -272,9 +263,7 @@ class ServerEngine(InferenceEngine):
         Raises:
             RuntimeError: The engine was not initialized.
         """
-        if self._process is None:
-            raise RuntimeError("the server engine is not running; call initialize() first")
-        return self._process.pid
+        return running("server engine", self._process).pid
 
     async def stats(self) -> dict[str, float]:
         """Return counters of the server and the engine.
@@ -305,12 +294,7 @@ class ServerEngine(InferenceEngine):
                 asyncio.run_coroutine_threadsafe(requests.notify(), client.loop)
 
     def _running(self) -> http.ServerClient:
-        if self._client is None:
-            raise RuntimeError(
-                "the server engine is not running; call initialize() first, and nothing after "
-                "destroy()"
-            )
-        return self._client
+        return running("server engine", self._client)
 
     def _served(self) -> Requests:
         self._running()
@@ -445,16 +429,13 @@ class ServerEngine(InferenceEngine):
                     except Exception as error:
                         raise partial_update(error) from error
                     self._on(WeightEvent.UPDATED)
-                    self._has_base = True
+                    self._is_random = False
                     await adapters.serve(None, version)
         return version
 
     async def _load_adapter(self, path: str, version: int) -> str:
         """Load an adapter from a folder, which is moved; return its name."""
-        if not self._state.is_whole:
-            raise base_is_gone()
-        if not self._has_base:
-            raise base_is_random()
+        require_base(is_whole=self._state.is_whole, is_random=self._is_random)
         name = f"version-{version}.{next(self._adapter_numbers)}"
         # The server may read the folder again as long as requests use the adapter.
         kept = os.path.join(self._exchange, name)

@@ -42,6 +42,7 @@ from helmsman.engines._models.distributed import (
     local_device_index,
     named_tensors,
 )
+from helmsman.engines._models.engine_checks import config_from
 from helmsman.engines._train.adapters import Adapters
 from helmsman.engines._train.batching import check_samples
 from helmsman.engines._train.model_runner import ModelRunner
@@ -71,11 +72,7 @@ class FSDPTrainEngine(TrainEngine):
     """
 
     def __init__(self, config: TrainConfig | None = None, **fields: Any) -> None:
-        if config is not None and fields:
-            raise ValueError(
-                f"give either a TrainConfig or its fields, not both (fields: {', '.join(fields)})"
-            )
-        self.config = config if config is not None else msgspec.convert(fields, TrainConfig)
+        self.config = config_from(TrainConfig, config, fields)
         self._leave_group: weakref.finalize[[], FSDPTrainEngine] | None = None
         self._mesh: ParallelMesh | None = None
         self._model: nn.Module | None = None

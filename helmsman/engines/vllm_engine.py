@@ -14,12 +14,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-import msgspec
-
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import Weights
 from helmsman.api.workers import WorkerContext, worker_context
+from helmsman.engines._models.engine_checks import config_from, require_new, running
 from helmsman.engines._models.folders import read_config
 from helmsman.engines._serving.generation import check_level, check_samples_of_one
 from helmsman.engines._vllm import internals
@@ -51,11 +50,7 @@ class VLLMEngine(InferenceEngine):
     """
 
     def __init__(self, config: VLLMConfig | None = None, **fields: Any) -> None:
-        if config is not None and fields:
-            raise ValueError(
-                f"give either a VLLMConfig or its fields, not both (fields: {', '.join(fields)})"
-            )
-        self.config = config if config is not None else msgspec.convert(fields, VLLMConfig)
+        self.config = config_from(VLLMConfig, config, fields)
         internals.require_vllm()
         context = worker_context()
         self._worker = context or WorkerContext(worker_id="", node="")
@@ -85,11 +80,7 @@ class VLLMEngine(InferenceEngine):
             RuntimeError: The engine is running or was destroyed; the instance spans nodes and its
                 worker has no leased port; or vLLM could not start, for the reason in its log.
         """
-        if self._instance is not None or self._destroyed:
-            raise RuntimeError(
-                "initialize() was called on a rollout engine that is running or destroyed; make a "
-                "new one"
-            )
+        require_new("rollout engine", is_used=self._instance is not None or self._destroyed)
         arguments = async_engine_arguments(self.config)
         if arguments["load_format"] in _OF_FOLDERS and "quantization" not in arguments:
             check_model_folder(self.config.model)
@@ -186,12 +177,7 @@ class VLLMEngine(InferenceEngine):
             thread.join()
 
     def _running(self) -> VLLMInstance:
-        if self._instance is None:
-            raise RuntimeError(
-                "the rollout engine is not running; call initialize() first, and nothing after "
-                "destroy()"
-            )
-        return self._instance
+        return running("rollout engine", self._instance)
 
     def _begin(self, work: Callable[[VLLMInstance], Coroutine[Any, Any, T]]) -> Future[T]:
         instance, loop = self._running(), self._loop
@@ -347,11 +333,7 @@ class VLLMEngine(InferenceEngine):
         Raises:
             ValueError: The adapter is not loaded.
         """
-
-        async def use(instance: VLLMInstance) -> None:
-            instance.use_adapter(name)
-
-        await self._to_its_end(use)
+        await self._to_its_end(lambda instance: instance.use_adapter(name))
 
 
 def async_engine_arguments(config: VLLMConfig) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from helmsman.engines._models.adapter_files import is_adapter_in_files, place_of
 from helmsman.engines._models.adapter_layers import (
     PARTS,
     AdapterSwitch,
+    adaptable_layers,
     attach,
     detach_all,
-    experts_of,
     is_adapter,
     matrix_sizes,
 )
@@ -24,21 +24,29 @@ class PartialWeightUpdateError(RuntimeError):
     """Some parameters have new values and others have old ones."""
 
 
-def base_is_gone() -> RuntimeError:
-    """Build the error for an adapter that arrived at an instance without the weights below it."""
-    return RuntimeError(
-        "a trained adapter arrived, but the base model's weights are gone (sleep at level 2, or a "
-        "failed update); sleep at level 1, or send the whole model (WeightFormat.adapters False)"
-    )
+def require_base(*, is_whole: bool, is_random: bool = False) -> None:
+    """Refuse an adapter that has arrived at an instance without the weights below it.
 
+    Args:
+        is_whole: Whether the instance has all weights of the base model.
+        is_random: Whether they are random.
 
-def base_is_random() -> ValueError:
-    """Build the error for an adapter that arrived at an instance with a random base model."""
-    return ValueError(
-        "a trained adapter arrived, but the base model's weights are random (load_format 'dummy'); "
-        "load them from the folder (load_format 'auto'), or send the whole model "
-        "(WeightFormat.adapters False)"
-    )
+    Raises:
+        RuntimeError: The weights are gone.
+        ValueError: They are random.
+    """
+    if not is_whole:
+        raise RuntimeError(
+            "a trained adapter arrived, but the base model's weights are gone (sleep at level 2, "
+            "or a failed update); sleep at level 1, or send the whole model "
+            "(WeightFormat.adapters False)"
+        )
+    if is_random:
+        raise ValueError(
+            "a trained adapter arrived, but the base model's weights are random (load_format "
+            "'dummy'); load them from the folder (load_format 'auto'), or send the whole model "
+            "(WeightFormat.adapters False)"
+        )
 
 
 def partial_update(cause: Exception | str) -> PartialWeightUpdateError:
@@ -78,8 +86,7 @@ def apply_weights(model: nn.Module, weights: Incoming, *, is_whole: bool = True)
         Exception: Any error of the transfer before that, unchanged.
     """
     if is_adapter_in_files(weights.shapes):
-        if not is_whole:
-            raise base_is_gone()
+        require_base(is_whole=is_whole)
         _apply_adapter(model, weights)
         return
     targets: dict[str, torch.Tensor] = {
@@ -107,9 +114,7 @@ def apply_weights(model: nn.Module, weights: Incoming, *, is_whole: bool = True)
 
 
 def _apply_adapter(model: nn.Module, weights: Incoming) -> None:
-    adapted: dict[str, nn.Module] = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    } | experts_of(model)
+    adapted = adaptable_layers(model)
     layers: dict[str, dict[str, str]] = {}
     for name, shape in weights.shapes.items():
         layer, part = place_of(name)

@@ -74,14 +74,13 @@ class DecodeLoop:
         *,
         max_len: int,
         max_prefill_tokens: int,
-        version: int,
         base: SharedBase,
     ) -> None:
         self._model, self._base = model, base
         self._batch = batch
         self._max_len = max_len
         self._max_prefill_tokens = max_prefill_tokens
-        self.version = version
+        self.version = 0
         """Weight version being served."""
         self.state = WeightState.AWAKE
         """While the weights are incomplete nothing is decoded, and requests wait or are aborted."""

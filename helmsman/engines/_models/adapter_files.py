@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 
 from helmsman.engines._models.adapter_layers import HOLDER, PARTS, adapted_tensor
 from helmsman.engines._models.files import check_replaceable, replace_folder, save_tensors
-from helmsman.engines._models.folders import refused
+from helmsman.engines._models.folders import read_json, refused
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_EXPECTED = "a LoRA adapter of PEFT"
+_SAVE = "Save it again with save_pretrained, or copy it again"
 _DIFFERENT: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -110,15 +110,17 @@ def write_received(folder: str, buckets: Iterable[Mapping[str, torch.Tensor]]) -
             "or it spans nodes. Set max_lora_rank to the adapter's rank or more, or send the whole "
             "model (WeightFormat.adapters False)"
         )
-    arrived = {
-        name: tensor.to("cpu", copy=True)  # a bucket's memory is used again
+    own = {
+        ".".join(place_of(name)): tensor.to("cpu", copy=True)  # a bucket's memory is used again
         for bucket in buckets
         for name, tensor in bucket.items()
     }
-    rank = rank_in_files({name: tensor.shape for name, tensor in arrived.items()})
-    own = {".".join(place_of(name)): tensor for name, tensor in arrived.items()}
-    layers = dict.fromkeys(name.rpartition(".")[0] for name in own)
-    write_adapter(folder, Adapter(rank=rank, alpha=rank, layers=tuple(layers)), own, base=None)
+    rank = rank_in_files({name_in_file(name): tensor.shape for name, tensor in own.items()})
+    write_adapter(folder, Adapter(rank=rank, alpha=rank, layers=_layers_of(own)), own, base=None)
+
+
+def _layers_of(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
 def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
@@ -135,11 +137,11 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
         ValueError: The folder is missing or incomplete, or has another kind of adapter.
     """
     entries, tensors = _read_entries(folder), _read_tensors(folder)
-    layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
+    layers = _layers_of(tensors)
     parameters = tuple(entries.get("target_parameters") or ())
     every = [f"{layer}.{part}" for layer in layers for part in PARTS]
     if lost := [name for name in every if name not in tensors]:
-        raise refused(folder, f"{TENSOR_FILE} lacks {lost[0]}", _EXPECTED, "Save it again")
+        raise _incomplete(folder, f"{TENSOR_FILE} lacks {lost[0]}")
     ranks = {len(tensors[f"{layer}.{PARTS[0]}"]) for layer in layers}
     rank: Any = entries.get("r")
     alpha = entries.get("lora_alpha")
@@ -147,19 +149,9 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
         parameters and isinstance(rank, int) and not any(each % max(rank, 1) for each in ranks)
     )
     if ranks != {rank} and not stacked:
-        raise refused(
-            folder,
-            f"r is {rank}, but the matrices have {sorted(ranks)}",
-            _EXPECTED,
-            "Save it again",
-        )
+        raise _incomplete(folder, f"r is {rank}, but the matrices have {sorted(ranks)}")
     if not isinstance(alpha, int | float) or alpha <= 0:
-        raise refused(
-            folder,
-            f"{CONFIG_FILE} has lora_alpha: {json.dumps(alpha)}",
-            "a number above 0",
-            "Save it again",
-        )
+        raise _refused_entry(folder, "lora_alpha", alpha, "a number above 0", _SAVE)
     form = Adapter(
         rank=int(rank),
         alpha=float(alpha),
@@ -170,31 +162,33 @@ def read_adapter(folder: str) -> tuple[Adapter, dict[str, torch.Tensor]]:
     return form, tensors
 
 
+def _incomplete(folder: str, observed: str) -> ValueError:
+    return refused(folder, observed, "a LoRA adapter of PEFT", _SAVE)
+
+
+def _refused_entry(folder: str, field: str, value: Any, expected: str, step: str) -> ValueError:
+    return refused(folder, f"{CONFIG_FILE} has {field}: {json.dumps(value)}", expected, step)
+
+
 def _read_entries(folder: str) -> Mapping[str, Any]:
     """Read adapter_config.json, and refuse what it says of another arithmetic."""
-    try:
-        with open(os.path.join(folder, CONFIG_FILE), "rb") as file:
-            entries: Any = json.load(file)
-    except (OSError, ValueError) as error:
-        raise refused(
-            folder, f"{CONFIG_FILE} cannot be read ({error})", _EXPECTED, "Give its full path"
-        ) from error
-    if not isinstance(entries, Mapping):
-        raise refused(folder, f"{CONFIG_FILE} is no mapping", _EXPECTED, "Save it again")
+    entries = read_json(folder, CONFIG_FILE)
     for field, usual in _DIFFERENT.items():
         if entries.get(field, usual[0]) not in usual:
-            raise refused(
+            raise _refused_entry(
                 folder,
-                f"{CONFIG_FILE} has {field}: {json.dumps(entries[field])}",
+                field,
+                entries[field],
                 f"{field}: {json.dumps(usual[0])}" if usual[0] else f"no {field}",
                 "Helmsman trains W x + scale * B (A x) only; merge this adapter into its base "
                 "model (merge_and_unload) and give the merged model",
             )
     initial = entries.get("init_lora_weights")
     if isinstance(initial, str) and initial.lower().startswith(_CHANGES_BASE):
-        raise refused(
+        raise _refused_entry(
             folder,
-            f"{CONFIG_FILE} has init_lora_weights: {json.dumps(initial)}",
+            "init_lora_weights",
+            initial,
             "an adapter of the base model itself",
             "This one belongs to a base that its initialisation has changed; save it again with "
             "path_initial_model_for_weight_conversion, or merge it (merge_and_unload) and give the "
@@ -205,19 +199,12 @@ def _read_entries(folder: str) -> Mapping[str, Any]:
 
 def _read_tensors(folder: str) -> dict[str, torch.Tensor]:
     """Read adapter_model.safetensors; returns its matrices by name in the model."""
-    path = os.path.join(folder, TENSOR_FILE)
-    if not os.path.isfile(path):
-        raise refused(
-            folder, f"it has no {TENSOR_FILE}", _EXPECTED, "Save it with save_pretrained again"
-        )
     try:
-        stored = load_file(path)
+        stored = load_file(os.path.join(folder, TENSOR_FILE))
     except (OSError, SafetensorError) as error:
-        raise refused(
-            folder, f"{TENSOR_FILE} cannot be read ({error})", _EXPECTED, "Copy it again"
-        ) from error
+        raise _incomplete(folder, f"{TENSOR_FILE} cannot be read ({error})") from error
     if not stored:
-        raise refused(folder, f"{TENSOR_FILE} is empty", _EXPECTED, "Save it again")
+        raise _incomplete(folder, f"{TENSOR_FILE} is empty")
     for name, tensor in stored.items():
         if not is_adapter_in_files([name]) or tensor.dim() != 2:
             raise refused(
@@ -245,12 +232,7 @@ def wrapped_names(places: Sequence[str]) -> dict[str, str]:
 
 
 def write_adapter(
-    folder: str,
-    form: Adapter,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    base: str | None,
-    dropout: float = 0.0,
+    folder: str, form: Adapter, tensors: Mapping[str, torch.Tensor], *, base: str | None
 ) -> None:
     """Write an adapter that PEFT, vLLM and SGLang read, all or nothing.
 
@@ -259,7 +241,6 @@ def write_adapter(
         form: Its form.
         tensors: The tensors of ``read_adapter``.
         base: Folder of the base model; None if it has none.
-        dropout: Dropout in training.
 
     Raises:
         OSError: The files cannot be written, or the folder holds something else.
@@ -275,14 +256,11 @@ def write_adapter(
         "base_model_name_or_path": base,
         "r": form.rank,
         "lora_alpha": form.alpha,
-        "lora_dropout": dropout,
         "use_rslora": form.has_root_scale,
         "target_modules": [each for each in form.layers if each not in wrapped] or None,
         "target_parameters": [adapted_tensor(each) for each in wrapped] or None,
         "bias": "none",
-        "fan_in_fan_out": False,
         "inference_mode": True,
-        "modules_to_save": None,
     }
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=parent) as unfinished:
         whole = os.path.join(unfinished, "adapter")

@@ -58,20 +58,22 @@ class AdapterSwitch:
             for name, parts in experts.lora.items():  # attributes of the instance hide parameters
                 whole = experts._parameters[name]
                 low, high = parts.lora_A.to(whole.dtype), parts.lora_B.to(whole.dtype)
-                experts.__dict__[name] = add_to_experts(experts, whole, low, high, self._scale)
+                experts.__dict__[name] = add_adapter(experts, whole, low, high, self._scale)
             return forward(*args, **kwargs)
         finally:
             for name in experts.lora:
                 experts.__dict__.pop(name, None)
 
 
-def add_to_experts(
-    experts: nn.Module, whole: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scale: float
+def add_adapter(
+    layer: nn.Module, whole: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return W + scale * B A of each expert: (E, out, in), or (E, in, out) as they have them."""
+    """Return W + scale * B A: (out, in), or of each expert, as the layer has them."""
+    if whole.dim() == 2:
+        return torch.addmm(whole, high, low, alpha=scale)
     size = len(whole)
     one, other = high.unflatten(1, (-1, size)).permute(2, 0, 1), low.unflatten(0, (size, -1))
-    one, other = (other.mT, one.mT) if _has_inputs_first(experts) else (one, other)
+    one, other = (other.mT, one.mT) if _has_inputs_first(layer) else (one, other)
     return torch.baddbmm(whole, one, other, alpha=scale)
 
 
@@ -100,13 +102,11 @@ def attach(
 def detach_all(model: nn.Module) -> None:
     """Remove all adapters of a model."""
     for module in list(model.modules()):
-        if isinstance(getattr(module, HOLDER, None), nn.ModuleDict):
+        added = [name for name in (HOLDER, *PARTS) if hasattr(module, name)]
+        if added and "forward" in vars(module):
             del module.forward
-            delattr(module, HOLDER)
-        elif isinstance(module, nn.Linear) and hasattr(module, PARTS[0]):
-            del module.forward
-            for part in PARTS:
-                delattr(module, part)
+            for name in added:
+                delattr(module, name)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -116,13 +116,13 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     used without the layer's ``forward``, and is often the embedding's, too.
     """
     get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
-    left_out = (get_output(), getattr(model, "score", None))
+    outputs = get_output(), getattr(model, "score", None)
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and (type(module).forward is nn.Linear.forward or type(module).__name__ in _ALIKE)
-        and not any(module is each for each in left_out)
+        and module not in outputs
     }
 
 
@@ -134,6 +134,11 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
         for own, tensor in module.named_parameters(recurse=False)
         if tensor.dim() == 3 and getattr(module, "num_experts", None) == len(tensor)
     }
+
+
+def adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers and modules of experts that can have an adapter, by its place."""
+    return {**linear_layers(model), **experts_of(model)}
 
 
 def adapted_tensor(place: str) -> str:
@@ -155,7 +160,7 @@ def meant_experts(model: nn.Module, targets: Sequence[str]) -> list[str]:
     return [
         place
         for place in experts_of(model)
-        if any(_is_meant(adapted_tensor(place), target) for target in targets)
+        if any(_is_end(target, adapted_tensor(place)) for target in targets)
     ]
 
 
@@ -183,33 +188,26 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
         )
     if targets == _ALL:
         return tuple(linears)
-    places = {name: name for name in linears}
+    is_expression = isinstance(targets, str)
+    matches = re.fullmatch if is_expression else _is_end
     experts = {adapted_tensor(place): place for place in experts_of(model)}
-    known = [*_ends(linears), *(f"{_EXPERTS}.{end}" for end in _ends(experts))]
-    if any(_EXPERTS in each for each in ([targets] if isinstance(targets, str) else targets)):
-        places |= experts
-    if isinstance(targets, str):
-        chosen = [place for name, place in places.items() if re.fullmatch(targets, name)]
-        if not chosen:
+    places = {name: name for name in linears} | experts
+    chosen: set[str] = set()
+    for target in [targets] if isinstance(targets, str) else targets:
+        meant = places if _EXPERTS in target else linears
+        found = {places[name] for name in meant if matches(target, name)}
+        if not found:
+            ends = [*_ends(linears), *(f"{_EXPERTS}.{end}" for end in _ends(experts))]
+            known = [_ALL, *ends] if is_expression else ends
             raise ValueError(
-                f"lora.targets is {targets!r}, which matches no linear layer of "
-                f"{type(model).__name__}; {did_you_mean(targets, [_ALL, *known])}"
+                f"lora.targets has {target!r}, which matches no linear layer of "
+                f"{type(model).__name__} besides the output layer; {did_you_mean(target, known)}"
             )
-        return tuple(chosen)
-    for target in targets:
-        if not any(_is_meant(name, target) for name in places):
-            raise ValueError(
-                f"lora.targets has {target!r}, but {type(model).__name__} has no linear layer of "
-                f"this name besides the output layer; {did_you_mean(target, known)}"
-            )
-    return tuple(
-        place
-        for name, place in places.items()
-        if any(_is_meant(name, each) and (name == place or _EXPERTS in each) for each in targets)
-    )
+        chosen |= found
+    return tuple(place for place in places.values() if place in chosen)
 
 
-def _is_meant(name: str, target: str) -> bool:
+def _is_end(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 

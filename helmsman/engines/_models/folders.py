@@ -75,14 +75,13 @@ def read_config(folder: str) -> dict[str, Any]:
             configuration is unusable or quantised.
     """
     _require_folder(folder)
-    path = os.path.join(folder, "config.json")
-    if not os.path.isfile(path):
+    if not os.path.isfile(os.path.join(folder, "config.json")):
         raise refused(folder, *_without("no config.json", folder, "config.json and weights"))
     if os.path.isfile(os.path.join(folder, "adapter_config.json")):
         _, what, step = _FOREIGN[0]
         # With peft installed, transformers would load the adapter's base model from elsewhere.
-        raise refused(folder, f"it holds {what} (adapter_config.json)", "a whole model", f"{step}")
-    config = _read_json(folder, path)
+        raise refused(folder, f"it holds {what} (adapter_config.json)", "a whole model", step)
+    config = read_json(folder, "config.json")
     if not isinstance(config.get("model_type"), str):
         raise refused(
             folder,
@@ -150,7 +149,7 @@ def read_headers(folder: str) -> dict[str, Stored]:
         )
     listed: Mapping[str, str] = {}
     if chosen.endswith(".index.json"):
-        index = _read_json(folder, os.path.join(folder, chosen))
+        index = read_json(folder, chosen)
         listed = index.get("weight_map") or {}
         # transformers does not read an index without metadata.
         if not isinstance(listed, Mapping) or not listed or "metadata" not in index:
@@ -187,7 +186,7 @@ def _require_one_choice(folder: str, chosen: str, names: Sequence[str]) -> None:
     if not names[0].endswith(".safetensors"):
         return
     others = {path.name for path in Path(folder).glob("*.safetensors")} - {*names}
-    if os.path.isfile(os.path.join(folder, INDEX_FILE)) and chosen == INDEX_FILE:
+    if chosen == INDEX_FILE:
         others &= {SINGLE_FILE}
     others = {name for name in others if not name.startswith("consolidated")}
     if others:
@@ -247,7 +246,7 @@ def read_tensor(folder: str, name: str) -> torch.Tensor:
     """Return a tensor of a folder that read_headers has accepted; mapped, not copied."""
     chosen = _weight_files(folder)
     if chosen.endswith(".index.json"):
-        chosen = _read_json(folder, os.path.join(folder, chosen))["weight_map"][name]
+        chosen = read_json(folder, chosen)["weight_map"][name]
     path = os.path.join(folder, chosen)
     if not chosen.endswith(".safetensors"):
         tensor: torch.Tensor = torch.load(
@@ -259,17 +258,24 @@ def read_tensor(folder: str, name: str) -> torch.Tensor:
     return whole
 
 
-def _read_json(folder: str, path: str) -> dict[str, Any]:
-    name = os.path.basename(path)
+def read_json(folder: str, name: str) -> dict[str, Any]:
+    """Return the entries of a file of a folder.
+
+    Raises:
+        ValueError: There is no such file, or it has something else than an object of JSON.
+    """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(os.path.join(folder, name), encoding="utf-8") as file:
             entries = json.load(file)
-    except ValueError as error:
+        if not isinstance(entries, dict):
+            raise ValueError("it holds a list or a value")
+    except (OSError, ValueError) as error:
         raise refused(
-            folder, f"{name} is not JSON: {error}", "JSON", "Download or copy it again"
+            folder,
+            f"{name} cannot be read as JSON: {error}",
+            "an object",
+            "Give the folder's full path, or download or copy the file again",
         ) from error
-    if not isinstance(entries, dict):
-        raise refused(folder, f"{name} holds a list or a value", "an object", "Copy it again")
     return entries
 
 

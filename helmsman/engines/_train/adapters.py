@@ -14,12 +14,11 @@ from helmsman.engines._models.adapter_files import Adapter, read_adapter, wrappe
 from helmsman.engines._models.adapter_layers import (
     PARTS,
     AdapterSwitch,
+    adaptable_layers,
     adapted_tensor,
-    add_to_experts,
+    add_adapter,
     attach,
-    experts_of,
     is_adapter,
-    linear_layers,
     matrix_sizes,
     meant_experts,
     targets_of,
@@ -34,7 +33,7 @@ class Adapters:
     """The adapters of a model, which is frozen but for them.
 
     Args:
-        model: The model before it is sharded, on the host or on ``meta``.
+        model: The frozen model before it is sharded, on the host or on ``meta``.
         config: Rank, scale, targets and initial values.
         seed: Seed of the initial values of A; those of B are 0.
 
@@ -52,17 +51,16 @@ class Adapters:
             self.form = Adapter(rank=config.rank, alpha=config.alpha, layers=layers)
         self._switch = AdapterSwitch(self.form.scale, config.dropout)
         self._values: dict[str, torch.Tensor] = {}
-        model.requires_grad_(False)
-        linears, self._experts = linear_layers(model), experts_of(model)
+        self._layers = adaptable_layers(model)
         with seeded(seed):
             for name in self.form.layers:
-                if (layer := linears.get(name) or self._experts.get(name)) is None:
+                if (layer := self._layers.get(name)) is None:
                     raise ValueError(
                         f"the adapter has {name}, which is no linear layer of "
                         f"{type(model).__name__} besides its output layer: it belongs to another "
                         "model, or has to be merged into its base (merge_and_unload)"
                     )
-                if name in self._experts and config.dropout:
+                if config.dropout and not isinstance(layer, nn.Linear):
                     raise ValueError(
                         f"lora.dropout is {config.dropout}, and the adapters include "
                         f"{adapted_tensor(name)}, the matrices of experts, to whose inputs it "
@@ -120,33 +118,28 @@ class Adapters:
 
     def merged(self, tensors: Mapping[str, torch.Tensor], gather: Gather) -> Gather:
         """Return a ``gather`` of the base model that adds scale * B A to each adapted W."""
-        parts = {
-            id(tensors[adapted_tensor(place)]): [tensors[f"{place}.{part}"] for part in PARTS]
-            for place in self.form.layers
-        }
+        places = {id(tensors[adapted_tensor(place)]): place for place in self.form.layers}
 
         def merged(
             wanted: Sequence[torch.Tensor], dtype: torch.dtype | None
         ) -> Iterator[torch.Tensor]:
-            beside = [part for each in wanted for part in parts.get(id(each), ())]
-            wholes, matrices = gather(wanted, None), gather(beside, torch.float32)
+            own = [places.get(id(each)) for each in wanted]
+            parts = [tensors[f"{place}.{part}"] for place in own if place for part in PARTS]
+            wholes, matrices = gather(wanted, None), gather(parts, torch.float32)
             return (
-                self._merge(whole, matrices, type_in(whole, dtype))
-                if id(each) in parts
-                else whole.to(type_in(whole, dtype))
-                for each, whole in zip(wanted, wholes, strict=True)
+                self._merge(place, whole, matrices).to(type_in(whole, dtype))
+                for place, whole in zip(own, wholes, strict=True)
             )
 
         return merged
 
     def _merge(
-        self, whole: torch.Tensor, matrices: Iterator[torch.Tensor], dtype: torch.dtype
+        self, place: str | None, whole: torch.Tensor, matrices: Iterator[torch.Tensor]
     ) -> torch.Tensor:
+        if place is None:
+            return whole
         low, high = next(matrices), next(matrices)
-        if whole.dim() == 3:
-            experts = next(iter(self._experts.values()))  # those of a model are alike
-            return add_to_experts(experts, whole.float(), low, high, self.form.scale).to(dtype)
-        return torch.addmm(whole.float(), high, low, alpha=self.form.scale).to(dtype)
+        return add_adapter(self._layers[place], whole.float(), low, high, self.form.scale)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:

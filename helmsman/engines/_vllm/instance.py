@@ -26,12 +26,7 @@ from helmsman.engines._vllm.nodes import OtherNodes
 from helmsman.engines._vllm.transfer import VLLMTransfer
 from helmsman.engines.shared_base import SharedBase
 from helmsman.engines.vllm_config import VLLMConfig
-from helmsman.engines.weights import (
-    PartialWeightUpdateError,
-    base_is_gone,
-    base_is_random,
-    partial_update,
-)
+from helmsman.engines.weights import PartialWeightUpdateError, partial_update, require_base
 
 T = TypeVar("T")
 
@@ -66,8 +61,8 @@ class VLLMInstance:
         self.state = WeightState.AWAKE
         self._adapters: dict[str, Any] = {}
         self._adapter = config.adapter
-        self._has_base = config.load_format != "dummy"
-        """Whether the weights below adapters are those of the folder or of an update."""
+        self._is_random = config.load_format == "dummy"
+        """Whether the weights below adapters are neither those of the folder nor of an update."""
         self._folders = (
             tempfile.TemporaryDirectory(prefix="helmsman-adapters-")
             if config.max_lora_rank
@@ -328,7 +323,7 @@ class VLLMInstance:
                 raise
             else:
                 self._on(WeightEvent.UPDATED)
-                self._has_base = True
+                self._is_random = False
                 self._num_updates += 1
                 await self._trained.serve(None, version)
             finally:
@@ -349,10 +344,7 @@ class VLLMInstance:
         """Use an adapter for new requests; those in flight end with the one they began with."""
         from vllm.lora.request import LoRARequest
 
-        if not self.state.is_whole:
-            raise base_is_gone()
-        if not self._has_base:
-            raise base_is_random()
+        require_base(is_whole=self.state.is_whole, is_random=self._is_random)
         number = next(self._lora_numbers)
         adapter = LoRARequest(f"version {version}.{number}", number, folder)  # vLLM compares names
         await self._add_adapter(adapter)
@@ -492,7 +484,7 @@ class VLLMInstance:
                 )
             await self._call(self._llm.remove_lora(self._adapters.pop(name).lora_int_id))
 
-    def use_adapter(self, name: str) -> None:
+    async def use_adapter(self, name: str) -> None:
         if name and name not in self._adapters:
             raise ValueError(_unknown_adapter(name, self._adapters))
         self._adapter = name

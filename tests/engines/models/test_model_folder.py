@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no `config.json`": (only(made.WEIGHTS), "it has no config.json and looks like safetensors"),
     "`config.json` that is not JSON": (
         made.text("config.json", "{"),
-        "config.json is not JSON: .* again",
+        "config.json cannot be read as JSON: .*, expected an object.* again",
     ),
     "`config.json` without `model_type`": (
         made.text("config.json", '{"dim": 8}'),
