@@ -419,6 +419,7 @@ class ServerEngine(InferenceEngine):
                 if is_adapter:
                     await adapters.serve(await self._load_adapter(path, version), version)
                     return version
+                self._base.require_alone("a whole model")
                 self._base.change()
                 async with self._paused(requests):
                     self._on(WeightEvent.TORN)

@@ -67,8 +67,7 @@ class SharedBase:
             raise shares_base(what)
 
     def change(self) -> None:
-        """Note that a whole model, or a sleep, changes it; raises ValueError if it is shared."""
-        self.require_alone("a whole model")
+        """Note that a whole model, or a sleep, has changed it."""
         self._is_as_built = False
 
     def beside(self, first: Any, max_loras: int | None = None) -> Any:

@@ -100,10 +100,11 @@ def apply_weights(model: nn.Module, weights: Incoming, *, is_whole: bool = True)
         forms.insert(0, form_in_files(in_files))
         targets.update(in_files.views(targets))
     require_fit(forms, weights.shapes)
-    detach_all(model)
     is_torn = False
     try:
         for bucket in weights:
+            if not is_torn:
+                detach_all(model)
             is_torn = True
             for name, tensor in bucket.items():
                 targets[name].copy_(tensor)

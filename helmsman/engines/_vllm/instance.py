@@ -319,6 +319,7 @@ class VLLMInstance:
                 if not self.state.is_whole:
                     await self._restore_adapters()
             except PartialWeightUpdateError:
+                self._base.change()
                 self._on(WeightEvent.TORN)
                 raise
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from helmsman.engines._models.adapter_layers import targets_of
 from helmsman.engines._models.checkpoint_files import is_checkpoint
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.train import FSDPTrainEngine
-from helmsman.engines.weight_transfer import incoming
+from helmsman.engines.weight_transfer import Incoming, incoming
 from helmsman.engines.weights import apply_weights
 from tests.engines.conftest import Make
 from tests.engines.ranks import run_ranks
@@ -171,6 +172,9 @@ def test_publish_adapters_alone_or_merged(make: Make) -> None:
     def update(weights: Any) -> list[torch.Tensor]:
         with incoming(weights, group) as arriving:
             apply_weights(model, arriving)
+        return logprobs_of_model()
+
+    def logprobs_of_model() -> list[torch.Tensor]:
         rows = []
         for sample in SAMPLES:
             tokens = torch.tensor(sample["input_ids"])
@@ -183,6 +187,15 @@ def test_publish_adapters_alone_or_merged(make: Make) -> None:
     require_same(update(alone), expected)
     require_same(update(base.publish_weights(MemoryTarget(version=0), WeightFormat())), initial)
     require_same(update(alone), expected)
+
+    def lost() -> Iterator[dict[str, torch.Tensor]]:
+        yield from ()
+        raise ConnectionError("the trainer is gone")
+
+    shapes = {name: tuple(each.shape) for name, each in whole.tensors.items()}
+    with pytest.raises(ConnectionError):
+        apply_weights(model, Incoming(shapes, lost()))
+    require_same(logprobs_of_model(), expected)
     require_same(update(whole), expected)
     cut = {name: each for name, each in alone.tensors.items() if "layers.0" in name}
     wrong = {name.replace("layers.0", "layers.9"): each for name, each in cut.items()}
