@@ -138,7 +138,12 @@ class AgentAnswers(Answers):
         self._staleness, self._step = math.ceil(staleness), 0
         self._first_step, self._run_id = 0, ""
         self._function = None if settings.command else find_agent(settings.use, functions or {})
-        self._limits = msgspec.convert(settings, SessionLimits, from_attributes=True)
+        self._limits = SessionLimits(
+            max_tokens=settings.max_tokens,
+            max_turns=settings.max_turns,
+            max_context=settings.max_context,
+            truncated_reward=settings.truncated_reward,
+        )
 
     def set_step(self, step: int) -> None:
         """Set the training step of later sessions."""
