@@ -48,8 +48,16 @@ def main(
     Returns:
         The exit code.
     """
-    options = _parser(recipes).parse_args(arguments)
-    return guarded(lambda: options.run(options))
+
+    def command() -> int | None:
+        options = _parser(recipes).parse_args(arguments)
+        code: int | None = options.run(options)
+        return code
+
+    try:
+        return guarded(command)
+    except KeyboardInterrupt:  # the usual end of --watch and --follow
+        return OK
 
 
 def guarded(command: Callable[[], int | None]) -> int:
@@ -66,15 +74,14 @@ def guarded(command: Callable[[], int | None]) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         code = command()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed from the start
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OK
     except (HelmsmanError, OSError) as error:
         print(f"helmsman: {error}", file=sys.stderr)
         return USAGE
-    except KeyboardInterrupt:  # the usual end of --watch and --follow
-        return OK
     return OK if code is None else code
 
 

@@ -158,7 +158,7 @@ def dpo_loss(
         raise ValueError(
             f"there is no loss_type {loss_type!r}; expected 'sigmoid', 'ipo' or 'hinge'"
         )
-    return loss.sum(), _reward_stats(beta * chosen, beta * rejected)
+    return loss.sum(), _reward_stats(chosen, rejected, beta)
 
 
 @loss_traits(head="value", paired=True)
@@ -203,7 +203,7 @@ def reward_model_loss(values: torch.Tensor, batch: Columns, center_coef: float =
     loss = -functional.logsigmoid(chosen - rejected - margin)
     if center_coef:
         loss = loss + center_coef * (chosen + rejected).square()
-    return loss.sum(), _reward_stats(chosen, rejected)
+    return loss.sum(), _reward_stats(chosen, rejected, 1.0)
 
 
 def _require_pairs(loss: str, batch: Columns, *further: str) -> None:
@@ -218,11 +218,13 @@ def _require_pairs(loss: str, batch: Columns, *further: str) -> None:
 
 
 @torch.no_grad()
-def _reward_stats(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+def _reward_stats(
+    chosen: torch.Tensor, rejected: torch.Tensor, scale: float
+) -> dict[str, torch.Tensor]:
     """Sum the rewards of pairs, their differences, and the pairs with a positive difference."""
     return {
-        "chosen_reward": chosen.sum(),
-        "rejected_reward": rejected.sum(),
-        "reward_margin": (chosen - rejected).sum(),
+        "chosen_reward": scale * chosen.sum(),
+        "rejected_reward": scale * rejected.sum(),
+        "reward_margin": scale * (chosen - rejected).sum(),
         "accuracy": (chosen > rejected).sum().float(),
     }

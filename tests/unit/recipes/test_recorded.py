@@ -337,5 +337,17 @@ def test_rollouts_output_closed_or_ascii(tmp_path: Path) -> None:
     with os.fdopen(writer) as closed:
         ran = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=True)
     assert not ran.stderr
+    subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], check=True)
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
     assert rb"caf\xe9" in subprocess.run(command, env=ascii_only, stdout=-1, check=True).stdout
+
+
+def test_rollouts_interrupted(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no success, on which a shell would go on."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("helmsman.recipes.rollouts.find_parts", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(["rollouts", run])
