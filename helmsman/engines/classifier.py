@@ -7,6 +7,7 @@ for each label: its number as the token, and its logit as the log-probability.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,11 +19,14 @@ from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import Weights
+from helmsman.engines._models.folders import read_config, refused
 from helmsman.engines._models.model import resolve_dtype, without_progress_bars
 from helmsman.engines._serving.generation import check_request
 
 _MAX_BATCH_TOKENS = 16384
 """Maximum tokens of a forward pass, padding included; a longer text is computed alone."""
+_OF_OTHERS = re.compile("pooler|lm_head|predictions|masked_bias|mtp")
+"""In names of stored tensors for other tasks, which no score depends on."""
 
 
 class ClassifierEngine(InferenceEngine):
@@ -46,8 +50,10 @@ class ClassifierEngine(InferenceEngine):
         """Read the model.
 
         Raises:
-            ValueError: The files lack parameters of the model, which transformers would draw.
+            ValueError: The folder holds no whole model, or another model than transformers would
+                make of it: with random parameters, or without some that are stored.
         """
+        known = read_config(self._folder).get("architectures")
         current_platform.set_device(0)
         self._device = current_platform.device(0)
         dtype = resolve_dtype(self._dtype)
@@ -55,11 +61,16 @@ class ClassifierEngine(InferenceEngine):
             model, read = AutoModelForSequenceClassification.from_pretrained(
                 self._folder, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-        if missing := sorted(read["missing_keys"]):
-            raise ValueError(
-                f"the files in {self._folder!r} lack {', '.join(missing[:3])} of a "
-                f"{type(model).__name__}, expected all parameters; random ones would judge"
-            )
+        kind = type(model).__name__
+        wrong = [f"lacks {each}" for each in sorted(read["missing_keys"])]
+        unknown = [each for each in sorted(read["unexpected_keys"]) if not _OF_OTHERS.search(each)]
+        wrong += [f"also has {each}" for each in unknown]
+        if known and kind.lower() != known[0].lower():
+            wrong.append(f"is of a {known[0]}")
+        if wrong:
+            expected = f"a {kind} with all of its parameters, as transformers reads it"
+            step = "A function can call code of its own"
+            raise refused(self._folder, f"it {wrong[0]}", expected, step)
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self._text_config = model.config.get_text_config()
         self._pad = self._text_config.pad_token_id

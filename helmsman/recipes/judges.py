@@ -107,9 +107,14 @@ class Judge:
             config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise self._wrong("judge", f"has {path}: {error}", "a mapping") from error
+        if (path.parent / "adapter_config.json").exists():  # which transformers would add
+            whole = "a whole model; merge it into its base model (merge_and_unload)"
+            raise self._wrong("judge", f"is {reward.judge!r}, which holds a PEFT adapter", whole)
         kind = (config.get("architectures") or ["model of unknown architecture"])[0]
         self.is_classifier = kind.endswith(_CLASSIFIES)
-        if not kind.endswith((_CLASSIFIES, *_GENERATES)):
+        own = self.is_classifier and f"AutoModel{_CLASSIFIES}" in (config.get("auto_map") or {})
+        kind += " with code of its own (auto_map)" * own
+        if own or not kind.endswith((_CLASSIFIES, *_GENERATES)):
             known = f"...{_CLASSIFIES} or ...ForCausalLM; a function (use) can call its own code"
             raise self._wrong("judge", f"is {reward.judge!r}, which holds a {kind}", known)
         for name in _OF_TEXT if self.is_classifier else ("label",):
@@ -170,7 +175,8 @@ class Judge:
         """Check that a row has what the judge reads of it.
 
         Raises:
-            ValueError: The template cannot be filled in, or a prompt of tokens has no messages.
+            ValueError: The template cannot be filled in, the judge's chat template refuses the row
+                or leaves a part out, or a prompt of tokens has no messages.
         """
         given: dict[str, Any] = {**dict.fromkeys(GIVEN, ""), "completion": "x", "row": row.entry}
         given |= {"num_tokens": 1, "is_truncated": False, "token_ids": [0], "source": row.source}
@@ -180,6 +186,8 @@ class Judge:
                 self._longest = max(self._longest, self._text(given), key=len)
             elif is_token_ids(row.asked):
                 raise ValueError(f"{self._at}.judge reads texts and chats, not token ids")
+            elif self.tokenizer.tokenizer.chat_template:
+                self.tokenizer.encode_chat(row.asked, "x")
         except ValueError as error:
             advice = f"Mend the row, or give another {self._at}.prompt"
             raise ValueError(f"unusable row ({row.place}): {error}. {advice}") from error

@@ -188,13 +188,17 @@ class ChatTokenizer(FolderTokenizer):
             answer: The text that follows, or that continues the assistant's last message.
 
         Raises:
-            RowError: The prompt has another form, or the template refuses the chat.
+            RowError: The prompt has another form, or the template refuses the chat, or leaves
+                something out.
         """
         messages = messages_of(prompt, self._field, "user")
         if messages[-1]["role"] == "assistant":
             answer = messages.pop()["content"] + answer
         turn = {"role": "assistant", "content": answer}
-        return self._ids(self._render(Chat([*messages, turn], {}, self._field)))
+        chat = Chat([*messages, turn], {}, self._field)
+        text = self._render(chat)
+        self._require_all(chat, text)
+        return self._ids(text)
 
     def answer(
         self, prompt: Any, field: str, answer: Any, variables: dict[str, Any]

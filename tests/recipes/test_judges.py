@@ -147,6 +147,34 @@ def test_prompt_of_tokens(folder: Path) -> None:
     assert judge.tokenizer.decode(judge.encode(given("2", row))) == "text 2"
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% for m in messages if m.role != 'system' %}{{ m.role + m.content }}{% endfor %}",
+            r"\(rows.jsonl:7\): 'prompt'\[0\].content is left out by the chat template, .*Mend the",
+        ),
+        (
+            (
+                "{% for m in messages %}{{ raise_exception('no system') if m.role == 'system' }}"
+                "{{ m.role + m.content }}{% endfor %}"
+            ),
+            r"'prompt' is refused by the chat template \(TemplateError: no system\)",
+        ),
+    ],
+    ids=["left-out", "raises"],
+)
+def test_system_prompt_that_the_judge_does_not_take(
+    tmp_path: Path, template: str, message: str
+) -> None:
+    """The second is Gemma 2's. A row that the judge would read without it is refused at start."""
+    judge = judge_of(Reward(judge=str(make_classifier(tmp_path, template=template))))
+    judge.require_row(ROW)
+    chat = [{"role": "system", "content": "In French"}, {"role": "user", "content": "1+1="}]
+    with pytest.raises(ValueError, match=message):
+        judge.require_row(Row([1], "", "2", "", {}, chat, "rows.jsonl:7"))
+
+
 # --- rewards --------------------------------------------------------------------------------------
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -105,13 +107,59 @@ def test_texts_refused(tmp_path: Path) -> None:
             scores(tmp_path, [text])
 
 
+def change(folder: Path, config: dict[str, Any], *names: str) -> None:
+    """Change entries of a folder's config.json, and add tensors of these names."""
+    path, file = folder / "config.json", folder / "model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    added = {name: torch.ones(2) for name in names}
+    save_file({**load_file(file), **added}, file, metadata={"format": "pt"})
+
+
 @pytest.mark.usefixtures("on_the_host")
 def test_missing_head_refused(tmp_path: Path) -> None:
     """transformers draws a random head for a folder of a policy, and warns."""
     config = AutoConfig.for_model(**QWEN2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"lack score\.weight of a Qwen2ForSequenceClassification"):
+    expected = "it lacks score.weight, expected a Qwen2ForSequenceClassification with all of its pa"
+    with pytest.raises(ValueError, match=expected):
         scores(tmp_path, [[1]])
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "message"),
+    [
+        ({}, ["gating.weight"], "it also has gating.weight, expected a Qwen2ForSequenceClassifica"),
+        ({}, ["score.bias"], "it also has score.bias"),
+        ({"architectures": ["Qwen2WithGatingForSequenceClassification"]}, [], "is of a Qwen2WithG"),
+    ],
+)
+@pytest.mark.usefixtures("on_the_host")
+def test_other_model_refused(
+    tmp_path: Path, config: dict[str, Any], names: list[str], message: str
+) -> None:
+    """ArmoRM's gate, and a head with a bias: transformers leaves them out, and warns."""
+    write_model(tmp_path, QWEN2, num_labels=1)
+    change(tmp_path, config, *names)
+    with pytest.raises(ValueError, match=message):
+        scores(tmp_path, [[1]])
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_adapter_beside_the_model_refused(tmp_path: Path) -> None:
+    """transformers adds it, with peft installed, also to a model into which it is merged."""
+    write_model(tmp_path, QWEN2, num_labels=1)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    with pytest.raises(ValueError, match=r"it holds a PEFT adapter \(adapter_config.json\)"):
+        scores(tmp_path, [[1]])
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_tensors_of_other_tasks(tmp_path: Path) -> None:
+    """twitter-roberta-base-sentiment has a pooler, and many a reward model its policy's head."""
+    write_model(tmp_path, QWEN2, num_labels=1)
+    alone = scores(tmp_path, TEXTS)
+    change(tmp_path, {}, "lm_head.weight", "model.pooler.dense.weight")
+    assert scores(tmp_path, TEXTS) == alone
 
 
 @pytest.mark.usefixtures("on_the_host")

@@ -88,6 +88,10 @@ def test_folder_without_a_model(tmp_path: Path) -> None:
     (write_folder(tmp_path / "config", CLASSIFIER) / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"without weights \(\*\.safetensors, \*\.bin\)"):
         judge_of(Reward(judge=str(tmp_path / "config")))
+    adapted = write_folder(tmp_path / "adapted", CLASSIFIER)
+    (adapted / "adapter_config.json").touch()
+    with pytest.raises(ValueError, match=r"rewards\[1\]\.judge is .*, which holds a PEFT adapter"):
+        judge_of(Reward(judge=str(adapted)))
     with pytest.raises(ValueError, match=r"\.judge has .*/config\.json: Input data was truncated"):
         judge_of(Reward(judge=str(write_folder(tmp_path / "broken", "{"))))
 
@@ -101,6 +105,11 @@ def test_folder_without_a_model(tmp_path: Path) -> None:
             ".judge is .*, which holds a Qwen2ForRewardModel, expected ...ForSequenceClassific",
         ),
         ({}, {}, "which holds a model of unknown architecture"),
+        (
+            {**CLASSIFIER, "auto_map": {"AutoModelForSequenceClassification": "rm.Model"}},
+            {},
+            r"holds a Qwen3ForSequenceClassification with code of its own \(auto_map\), expected",
+        ),
         (CLASSIFIER, {"parse": r"(\d)"}, r".parse is .*, expected none for a Qwen3ForSequence"),
         (CLASSIFIER, {"engine": "vllm"}, ".engine is 'vllm', expected none for a Qwen3ForSequence"),
         (CLASSIFIER, {"devices": 2}, ".devices is 2, expected 1 or 0 for a Qwen3ForSequence"),
