@@ -69,6 +69,7 @@ def guarded(command: Callable[[], int | None]) -> int:
     Returns:
         The exit code.
     """
+    code: int | None = None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # logs may have characters that it cannot print
             stream.reconfigure(errors="backslashreplace")
@@ -78,7 +79,6 @@ def guarded(command: Callable[[], int | None]) -> int:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return OK
     except (HelmsmanError, OSError) as error:
         print(f"helmsman: {error}", file=sys.stderr)
         return USAGE

@@ -187,7 +187,7 @@ class RolloutFiles:
         write_atomically(path, data.getvalue())
 
     def require(self, begin: int, draws: Draws) -> None:
-        """Check that each step from this one on has a part, and that its part fits the run.
+        """Check that each step from this one on has a part that fits the run.
 
         Args:
             begin: Number of the step.
@@ -204,21 +204,11 @@ class RolloutFiles:
                 f"rollout.record, and its steps {begin} to {steps[-1]}. It has "
                 f"{len(self._parts)} steps, the last is {max(self._parts, default=0)}."
             )
-        if steps:
-            self.read(begin, draws)
+        for step in steps:
+            self._require_fit(self._parts[step], draws)
 
-    def read(self, step: int, draws: Draws) -> tuple[list[Group], dict[str, float]]:
-        """Return the groups of a step, and metrics of what was left out.
-
-        Args:
-            step: Number of the step.
-            draws: The order of the prompts; draws that the recorded run had used count as used.
-
-        Raises:
-            RecordingError: The part is damaged, or does not fit the run.
-        """
-        path, groups = self._parts[step], list[Group]()
-        facts, rows = read_part(path)
+    def _require_fit(self, path: Path, draws: Draws) -> None:
+        facts, rows = read_part(path, ["draw", "prompt_ids", "prompt"])
         misfit = f"recorded rollouts do not fit this run ({path}"
         for name, ours in self._made_with.items():
             if (theirs := facts.made_with.get(name)) != ours:
@@ -226,17 +216,32 @@ class RolloutFiles:
                     f"{misfit}): {name} is {theirs!r:.200}, expected {ours!r:.200}, as in this "
                     "run. Give the settings of the recorded run."
                 )
+        for row in rows:
+            number, asked = row["draw"], draws.draw(row["draw"]).row
+            if asked.prompt_ids != row["prompt_ids"]:
+                raise RecordingError(
+                    f"{misfit}, draw {number}): prompt_ids are those of {row['prompt']!r:.80}, "
+                    f"expected those of {asked.prompt!r:.80} ({asked.place}). Give the data of the "
+                    "recorded run."
+                )
+
+    def read(self, step: int, draws: Draws) -> tuple[list[Group], dict[str, float]]:
+        """Return the groups of a step whose part fits, and metrics of what was left out.
+
+        Args:
+            step: Number of the step.
+            draws: The order of the prompts; draws that the recorded run had used count as used.
+
+        Raises:
+            RecordingError: The part is damaged.
+        """
+        facts, rows = read_part(self._parts[step])
+        groups = list[Group]()
         for (number, _), of_answer in itertools.groupby(rows, lambda row: (row.draw, row.answer)):
             samples: list[Any] = [*of_answer]
-            first, draw = samples[0], draws.draw(number)
-            if draw.row.prompt_ids != first.prompt_ids:
-                raise RecordingError(
-                    f"{misfit}, draw {number}): prompt_ids are those of {first.prompt!r:.80}, "
-                    f"expected those of {draw.row.prompt!r:.80} ({draw.row.place}). Give the data "
-                    "of the recorded run."
-                )
+            first = samples[0]
             if not groups or groups[-1].draw.number != number:
-                groups.append(Group(draw, [], first.started, first.seconds))
+                groups.append(Group(draws.draw(number), [], first.started, first.seconds))
             scored = Scored(first.rewards, first.total)
             groups[-1].answers.append(make_answer(samples, scored, self._settings))
         draws.restore(facts.draws)
@@ -252,6 +257,7 @@ class RolloutFiles:
             "the tokenizer of model": f"{len(tokens)} tokens, digest {digest}",
             "prompts_per_step": settings.prompts_per_step,
             "samples_per_prompt": settings.samples_per_prompt,
+            "rollout.max_new_tokens": settings.rollout.max_new_tokens,
             "algorithm.dynamic_sampling": settings.algorithm.dynamic_sampling,
             "rewards": [_value_of(each) for each in settings.rewards],
         }

@@ -142,6 +142,11 @@ def test_recording_begin_drops_later_steps(tmp_path: Path) -> None:
             "algorithm.dynamic_sampling is False, expected True",
         ),
         (
+            [("rollout.max_new_tokens", "8")],
+            {},
+            "rollout.max_new_tokens is 16, expected 8, as in this run",
+        ),
+        (
             [("rewards", '[{"use": "exact", "weight": 2}]')],
             {},
             r"rewards is \[{'use': 'exact'}\], expected \[{'use': 'exact', 'weight': 2.0}\]",
@@ -168,15 +173,19 @@ def test_recording_of_another_run(
 
 
 def test_recording_of_other_prompts(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    recording, _, _ = make_recording(tmp_path, ("steps", "1"), reads=True)
-    message = (
-        r"step-000001.parquet, draw 2\): prompt_ids are those of 'prompt 2', expected those of "
-        r"'prompt 3' \(t\)"
-    )
-    others = Draws(ROWS[1:], num_samples=2, seed=0, shuffle=False)
-    with pytest.raises(RecordingError, match=message):
-        recording.require(1, others)
+    """Those of the second step alone, too, so that no step is trained before the refusal."""
+    write(tmp_path, 1, 2)
+    recording, _, _ = make_recording(tmp_path, reads=True)
+    for rows, place, theirs in (
+        (ROWS[1:], r"step-000001.parquet, draw 2\)", 2),
+        ([*ROWS, ROWS[3]], r"step-000002.parquet, draw 4\)", 0),
+    ):
+        message = (
+            f"{place}: prompt_ids are those of 'prompt {theirs}', expected those of 'prompt 3'"
+        )
+        others = Draws(rows, num_samples=2, seed=0, shuffle=False)
+        with pytest.raises(RecordingError, match=message):
+            recording.require(1, others)
 
 
 def test_recording_without_a_step(tmp_path: Path) -> None:
@@ -336,7 +345,11 @@ def test_rollouts_output_closed_or_ascii(tmp_path: Path) -> None:
     os.close(reader)
     with os.fdopen(writer) as closed:
         ran = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=True)
+        fails = "from helmsman._cli import guarded; exit(guarded(lambda: print('bad') or 1))"
+        buffered = {each: os.environ[each] for each in os.environ if each != "PYTHONUNBUFFERED"}
+        failed = subprocess.run([sys.executable, "-c", fails], stdout=closed, env=buffered)
     assert not ran.stderr
+    assert failed.returncode == 1, "a check that has failed, before | head"
     subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], check=True)
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
     assert rb"caf\xe9" in subprocess.run(command, env=ascii_only, stdout=-1, check=True).stdout
