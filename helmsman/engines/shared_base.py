@@ -70,17 +70,21 @@ class SharedBase:
         """Note that a whole model, or a sleep, has changed it."""
         self._is_as_built = False
 
+    def require_as_built(self) -> None:
+        """Raise ValueError if it has changed."""
+        if not self._is_as_built:
+            raise ValueError(
+                "policies share a base model as it was built, and this one has slept or received a "
+                "whole model; start all before, and send WeightFormat(adapters=True) alone"
+            )
+
     def beside(self, first: Any, max_loras: int | None = None) -> Any:
         """Add a policy, a shallow copy of the first one.
 
         Raises:
             ValueError: The base model has changed, or a server's ``max_loras`` is too low.
         """
-        if not self._is_as_built:
-            raise ValueError(
-                "policies share a base model as it was built, and this one has slept or received a "
-                "whole model; start all before, and send WeightFormat(adapters=True) alone"
-            )
+        self.require_as_built()
         if max_loras is not None and max_loras <= len(self.policies):
             raise ValueError(
                 f"max_loras is {max_loras} for {len(self.policies) + 1} policies; expected the sum "

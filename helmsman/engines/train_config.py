@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -45,7 +46,14 @@ class LoRA(
     """PEFT folder to start from, instead of rank, alpha and targets; empty for a new adapter."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for fields that the folder of ``path`` decides."""
+        """Raise ValueError for fields that the folder of ``path`` decides, or no expression."""
+        try:
+            re.compile(self.targets if isinstance(self.targets, str) else "")
+        except re.error as error:
+            raise ValueError(
+                f"targets is {self.targets!r} ({error}), expected a regular expression, a list of "
+                "names, or all-linear"
+            ) from None
         given = [name for name in ("rank", "alpha", "targets") if self.path and self._is_set(name)]
         if given:
             raise ValueError(

@@ -92,8 +92,11 @@ class GRPO(Recipe[GRPOSettings]):
         for key in ("use", "parse"):
             if callable(function := entries.get(key)):
                 name = getattr(function, "__name__", type(function).__name__)
-                entries[key] = f"{getattr(function, '__module__', '')}:{name}"
-                self.functions[entries[key]] = function
+                path = entries[key] = f"{getattr(function, '__module__', '')}:{name}"
+                count = 1
+                while self.functions.setdefault(entries[key], function) != function:
+                    count += 1  # such as a partial, or another object of a class
+                    entries[key] = f"{path}_{count}"
         return entries
 
     def load_data(self) -> Dataset:

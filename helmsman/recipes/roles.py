@@ -295,15 +295,20 @@ def read_adapter(folder: str) -> dict[str, Any]:
     """Return the entries of a PEFT folder's adapter_config.json.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is none, or it is not of a LoRA adapter.
     """
     path = Path(folder) / "adapter_config.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if (kind := found.get("peft_type", "LORA")) != "LORA" or not isinstance(
+            found.get("r"), int
+        ):
+            raise ValueError(f"it has peft_type: {kind} and r: {found.get('r')}")
+        return found
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"train.engine.lora.path is {folder}, whose {path.name} cannot be read: {error}; "
-            "expected the folder of an adapter as PEFT writes it"
+            f"train.engine.lora.path is {folder}, whose {path.name} cannot be used: {error}; "
+            "expected the folder of a LoRA adapter as PEFT writes it"
         ) from error
 
 

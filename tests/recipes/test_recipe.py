@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import socket
@@ -129,6 +130,19 @@ def test_grpo_rewards_of_every_kind(model: Path) -> None:
     assert uses == ["exact", f"{__name__}:digits", f"{__name__}:digits", "json:dumps"]
     assert [name_of(each) for each in recipe.settings.rewards] == ["exact", "digits", "d", "j"]
     assert list(recipe.functions) == [f"{__name__}:digits"]
+
+
+def test_grpo_rewards_of_one_name(model: Path) -> None:
+    """Partials, or objects of one class, are rewards of their own."""
+    rewards: list[Any] = [
+        {"use": functools.partial(digits, 1), "name": "one"},
+        {"use": functools.partial(digits, 2), "name": "two"},
+        functools.partial(digits, 3),
+    ]
+    recipe = GRPO(model, ["1+1="], rewards)
+    found = [recipe.functions[reward.use] for reward in recipe.settings.rewards]
+    assert [each.args for each in found] == [(1,), (2,), (3,)]
+    assert [name_of(each) for each in recipe.settings.rewards] == ["one", "two", "partial_3"]
 
 
 def test_command_help_lists_recipes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,10 @@ class DecodeLoop:
         return self._command(lambda: self._wake(weights_only))
 
     def share(self) -> Future[nn.Module]:
-        """Return a copy of the model that has the same parameters, and no adapters."""
+        """Return a copy of the model that has the same parameters, and no adapters.
+
+        Its error is ValueError if the model is not as it was built.
+        """
         return self._command(self._share)
 
     def close(self, timeout_s: float) -> None:
@@ -334,6 +337,7 @@ class DecodeLoop:
             raise
 
     def _share(self) -> nn.Module:
+        self._base.require_as_built()  # after updates that wait before this
         shared = {id(each): each for each in (*self._model.parameters(), *self._model.buffers())}
         model = copy.deepcopy(self._model, shared)
         detach_all(model)

@@ -115,15 +115,20 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     A router that is a subclass of nn.Linear computes something else. The output layer's weight is
     used without the layer's ``forward``, and is often the embedding's, too.
     """
-    get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
-    outputs = get_output(), getattr(model, "score", None)
+    outputs = _output_layers(model)
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and (type(module).forward is nn.Linear.forward or type(module).__name__ in _ALIKE)
-        and module not in outputs
+        and name not in outputs
     }
+
+
+def _output_layers(model: nn.Module) -> list[str]:
+    get_output: Any = getattr(model, "get_output_embeddings", lambda: None)
+    found = {get_output(), getattr(model, "score", None)} - {None}
+    return [name for name, module in model.named_modules() if module in found]
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -186,7 +191,7 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
             "layers that can have an adapter (nn.Linear, but for the output layer); expected at "
             "least one of them"
         )
-    if targets == _ALL:
+    if targets in (_ALL, (_ALL,), [_ALL]):  # trl's command line makes a list of it
         return tuple(linears)
     is_expression = isinstance(targets, str)
     matches = re.fullmatch if is_expression else _is_end
@@ -194,6 +199,11 @@ def targets_of(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...
     places = {name: name for name in linears} | experts
     chosen: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
+        if outputs := [name for name in _output_layers(model) if matches(target, name)]:
+            raise ValueError(
+                f"lora.targets has {target!r}, which matches {outputs[0]}, expected linear layers "
+                "besides the output layer"
+            )
         meant = places if _EXPERTS in target else linears
         found = {places[name] for name in meant if matches(target, name)}
         if not found:

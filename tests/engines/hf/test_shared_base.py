@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from helmsman.api.errors import EngineDeadError, GroupCallError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.weights import MemoryTarget, WeightFormat
 from helmsman.api.workers import WorkerContext, within
+from helmsman.engines._hf.decode_loop import DecodeLoop, apply_weights
 from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.shared_base import another_policy
 from helmsman.engines.train import FSDPTrainEngine
@@ -135,7 +137,27 @@ async def test_policies_beside_refused(
     with pytest.raises(ValueError, match="which is unchanged. 1 unexpected: unknown"):
         await first.update_weights({**whole, "unknown": torch.ones(1)}, 1)
     first.beside().destroy()  # neither has changed the base model, or left a policy
-    await first.update_weights(whole, 1)
+    with monkeypatch.context() as meanwhile:
+        begun, joins, share = threading.Event(), threading.Event(), DecodeLoop.share
+
+        def apply(*args: Any, **kwargs: Any) -> None:
+            begun.set()
+            assert joins.wait(20)
+            apply_weights(*args, **kwargs)
+
+        def joining(loop: DecodeLoop) -> Any:
+            found = share(loop)
+            joins.set()
+            return found
+
+        meanwhile.setattr("helmsman.engines._hf.decode_loop.apply_weights", apply)
+        meanwhile.setattr(DecodeLoop, "share", joining)
+        update = asyncio.ensure_future(first.update_weights(whole, 1))
+        assert await asyncio.to_thread(begun.wait, 20)
+        with pytest.raises(ValueError, match="has slept or received a whole model; start all"):
+            await asyncio.to_thread(first.beside)
+        await update
+    assert first._base.policies == [first]
     with pytest.raises(ValueError, match="has slept or received a whole model; start all"):
         first.beside()
 

@@ -224,13 +224,15 @@ def test_targets_by_name_and_expression(make: Make) -> None:
     }
     assert layers(["q_proj", "self_attn.v_proj"]) == attention
     assert layers(r".*layers\.\d\.self_attn\.[qv]_proj") == attention
-    assert len(layers("all-linear")) == 2 * 7
+    assert len(layers("all-linear")) == len(layers(["all-linear"])) == 2 * 7
     with pytest.raises(ValueError, match="lora.targets has 'q_porj'.*did you mean 'q_proj'"):
         layers(["q_porj"])
     with pytest.raises(ValueError, match="matches no linear layer of LlamaForCausalLM"):
         layers("transformer.*")
     with pytest.raises(ValueError, match="lora.targets has 'lm_head'.*besides the output layer"):
         layers(["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="which matches lm_head, expected linear layers besides t"):
+        layers(".*(q_proj|lm_head)")
     with pytest.raises(ValueError, match="'gate_up_proj'.*did you mean 'experts.gate_up_proj'"):
         make(model=MIXTRAL, lora={**LORA, "targets": ["gate_up_proj"]})
     with pytest.raises(ValueError, match="GPT2LMHeadModel has 0 linear layers that can have"):

@@ -110,7 +110,7 @@ def test_adapters_that_are_not_trained_refused() -> None:
         resolve(settings)
 
 
-@pytest.mark.parametrize("content", [None, "[]", "{"])
+@pytest.mark.parametrize("content", [None, "[]", "{", '{"peft_type": "IA3"}', '{"r": null}'])
 def test_folder_without_an_adapter_refused(content: str | None, tmp_path: Path) -> None:
     """A name on the Hub, such as 'me/my-lora', is no folder."""
     if content is not None:
@@ -118,7 +118,7 @@ def test_folder_without_an_adapter_refused(content: str | None, tmp_path: Path) 
     recipe = SFT("m", ["text"], train={"engine": {"lora": {"path": str(tmp_path)}}})
     with pytest.raises(
         ValueError,
-        match=rf"train.engine.lora.path is {tmp_path}, whose adapter_config.json cannot be read: ",
+        match=rf"train.engine.lora.path is {tmp_path}, whose adapter_config.json cannot be used: ",
     ):
         recipe.load()
 
@@ -151,6 +151,12 @@ def test_correction_with_a_loss_that_ignores_it_refused(correction: Correction) 
     )
     with pytest.raises(ValueError, match="algorithm.loss is 'decoupled_ppo'; .* the correction"):
         resolve(settings)
+
+
+def test_targets_that_are_no_expression_refused() -> None:
+    message = r"`?train.engine.lora.*targets is '\.\*\(q_proj' \(missing \), unterminated"
+    with pytest.raises(ValueError, match=message):
+        SFT("m", ["text"], train={"engine": {"lora": {"targets": ".*(q_proj"}}})
 
 
 def test_fields_beside_a_folder_refused() -> None:
