@@ -135,13 +135,13 @@ def test_grpo_rewards_of_every_kind(model: Path) -> None:
 def test_grpo_rewards_of_one_name(model: Path) -> None:
     """Partials, or objects of one class, are rewards of their own."""
     rewards: list[Any] = [
-        {"use": functools.partial(digits, 1), "name": "one"},
-        {"use": functools.partial(digits, 2), "name": "two"},
-        functools.partial(digits, 3),
+        {"use": functools.partial(digits, ["one"]), "name": "one"},
+        {"use": functools.partial(digits, ["two"]), "name": "two"},
+        functools.partial(digits, ["three"]),
     ]
     recipe = GRPO(model, ["1+1="], rewards)
-    found = [recipe.functions[reward.use] for reward in recipe.settings.rewards]
-    assert [each.args for each in found] == [(1,), (2,), (3,)]
+    found: list[Any] = [recipe.functions[reward.use] for reward in recipe.settings.rewards]
+    assert [each.args for each in found] == [(["one"],), (["two"],), (["three"],)]
     assert [name_of(each) for each in recipe.settings.rewards] == ["one", "two", "partial_3"]
 
 

@@ -18,10 +18,11 @@ from helmsman.api.errors import EngineDeadError, GroupCallError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.weights import MemoryTarget, WeightFormat
 from helmsman.api.workers import WorkerContext, within
-from helmsman.engines._hf.decode_loop import DecodeLoop, apply_weights
+from helmsman.engines._hf.decode_loop import DecodeLoop
 from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.shared_base import another_policy
 from helmsman.engines.train import FSDPTrainEngine
+from helmsman.engines.weights import apply_weights
 from tests.engines.small_models import GEMMA3_MIXED, LLAMA, MIXTRAL, QWEN2, random_tokens
 
 ANOTHER = "helmsman.engines.shared_base.another_policy"
