@@ -173,7 +173,7 @@ def test_recording_of_another_run(
 
 
 def test_recording_of_other_prompts(tmp_path: Path) -> None:
-    """Those of the second step alone, too, so that no step is trained before the refusal."""
+    """No step is trained before the refusal, also where the second step alone does not fit."""
     write(tmp_path, 1, 2)
     recording, _, _ = make_recording(tmp_path, reads=True)
     for rows, place, theirs in (
