@@ -268,10 +268,12 @@ def _exit_after(function: Callable[..., None], *args: Any) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+def _become(zygote: int, request: dict[str, Any], descriptors: list[int]) -> None:
     """Make this child what the request asks for, and run the program."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != zygote:  # it has ended before, and found no session to end
+        os._exit(1)
     _mark(request["session"])
     null = os.open(os.devnull, os.O_RDONLY)
     for target, descriptor in enumerate((null, *descriptors)):
@@ -312,6 +314,7 @@ def _mark(session: str) -> None:
 if __name__ == "__main__":
     if os.fork():
         os._exit(0)
+    _zygote = os.getpid()
     with socket.socket(fileno=int(sys.argv[1])) as _listener:
         _asked = _serve(_listener, int(sys.argv[2]), sys.argv[3])
-    _exit_after(_become, *_asked)
+    _exit_after(_become, _zygote, *_asked)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import os
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +86,37 @@ def test_store_of_ended_rank() -> None:
 def test_meet_names_missing_ranks() -> None:
     with pytest.raises(TimeoutError, match="ranks 1, 2 did not join"):
         meet("127.0.0.1", free_port(), PLAIN, rank=0, world_size=3, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("ends", ["before the answer", "after the answer"])
+def test_meet_while_the_last_group_ends(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that comes back at once reaches the store of the group that it has just left."""
+    came, ask = threading.Event(), GroupStore.compare_set
+    met = functools.partial(meet, "127.0.0.1", free_port(), PLAIN, world_size=2, timeout_s=30.0)
+
+    def asked(store: GroupStore, *given: Any) -> bytes:
+        if not came.is_set() and ends == "before the answer":
+            came.set()
+            first.close()
+        try:
+            return ask(store, *given)
+        finally:
+            came.set()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(met, rank=1)
+        first = met(rank=0)
+        other.result().close()
+        monkeypatch.setattr(GroupStore, "compare_set", asked)
+        other = pool.submit(met, rank=1)
+        assert came.wait(20)
+        first.close()
+        monkeypatch.undo()
+        second = met(rank=0)
+        second.set("a", "b")
+        assert other.result().get("a") == b"b"
+        other.result().close()
+        second.close()
 
 
 def test_group_key() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import os
 import socket
 import struct
 import threading
@@ -35,8 +36,8 @@ log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 1 << 16
 _FIRST_RETRY_S, _MAX_RETRY_S = 0.002, 0.2
-_MEMBER, _NUM_MEMBERS, _COMPLETE = "helmsman/rank {}", "helmsman/ranks", "helmsman/complete"
-"""Keys with which the ranks of a group meet."""
+_MEMBER = "helmsman/rank {}"
+"""Key of a rank that has come to meet the others."""
 _GRACE_S = 5.0
 """Time for an answer after the limit of a request has passed at the server."""
 
@@ -349,23 +350,32 @@ def meet(
     """
     deadline = time.monotonic() + timeout_s
     server = StoreServer(listen(address, port), key) if rank == 0 else None
-    store = GroupStore(address, port, key, timeout_s, server)
-    try:
-        store.set(_MEMBER.format(rank), "")
-        if store.add(_NUM_MEMBERS, 1) == world_size:
-            store.set(_COMPLETE, "")
+    own, members = os.urandom(16), [_MEMBER.format(each) for each in range(world_size)]
+    while True:
+        store = GroupStore(address, port, key, max(0.0, deadline - time.monotonic()), server)
         try:
-            store.wait([_COMPLETE], timedelta(seconds=max(0.0, deadline - time.monotonic())))
-        except dist.DistStoreError as error:
-            ranks = range(world_size)
-            missing = [rank for rank in ranks if not store.check([_MEMBER.format(rank)])]
-            raise TimeoutError(
-                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not join."
-            ) from error
-    except BaseException:
-        store.close()
-        raise
-    return store
+            if store.compare_set(members[rank], "", own) != own:
+                raise dist.DistNetworkError(f"rank {rank} is in the group's store already")
+            _wait_for(members, store, deadline)
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
+        except BaseException as error:
+            store.close()
+            # The ranks of a group that has just ended may meet again before its rank 0 closes it.
+            is_ended = server is None and isinstance(error, dist.DistNetworkError)
+            if not is_ended or time.monotonic() + _MAX_RETRY_S > deadline:
+                raise
+            time.sleep(_MAX_RETRY_S)
+
+
+def _wait_for(members: list[str], store: GroupStore, deadline: float) -> None:
+    try:
+        store.wait(members, timedelta(seconds=max(0.0, deadline - time.monotonic())))
+    except dist.DistStoreError as error:
+        missing = [str(rank) for rank, each in enumerate(members) if not store.check([each])]
+        raise TimeoutError(
+            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not join."
+        ) from error
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
