@@ -17,7 +17,7 @@ MAX_METHODS = 40
 MAX_DEPTH = 2
 """Limit of our classes in a chain of inheritance, not counting contracts."""
 
-BUDGETS = {"helmsman": 52_900, "tests": 61_350}
+BUDGETS = {"helmsman": 52_910, "tests": 61_350}
 """Limits of the lines of code, which fall with each removal. A commit that raises one says why."""
 MAX_SHARE = 0.15
 """Limit of a room's share of the code; the engines may be larger."""
