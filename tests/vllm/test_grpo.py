@@ -80,8 +80,8 @@ def test_grpo_adapters_served_over_twenty_updates(tmp_path: Path) -> None:
     checks, metrics = lines(out / "checks.jsonl"), runs.metrics("out")
     assert [each["weight_version"] for each in metrics] == list(range(21))
     assert max(each["staleness/max"] for each in metrics[1:]) == 1
-    # An instance that is killed during a check is checked after the next update.
-    assert len(checks) >= 20 - num_killed
+    # While a killed instance restarts, staleness 1 allows two updates, which nothing can check.
+    assert len(checks) >= 20 - 2 * num_killed
     assert checks[-1]["step"] == 20
     assert all(each["max_diff"] < 1e-3 and each["num_tokens"] for each in checks)
     firsts = [each["logprobs"]["rollout/0"][0] for each in checks]
