@@ -272,7 +272,7 @@ def _become(zygote: int, request: dict[str, Any], descriptors: list[int]) -> Non
     """Make this child what the request asks for, and run the program."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != zygote:  # it has ended before, and found no session to end
+    if os.getppid() != zygote:  # the zygote ended before this child had its own session
         os._exit(1)
     _mark(request["session"])
     null = os.open(os.devnull, os.O_RDONLY)

@@ -37,7 +37,7 @@ _LENGTH = struct.Struct("!I")
 _READ_BYTES = 1 << 16
 _FIRST_RETRY_S, _MAX_RETRY_S = 0.002, 0.2
 _MEMBER = "helmsman/rank {}"
-"""Key of a rank that has come to meet the others."""
+"""Key that a rank sets when it joins."""
 _GRACE_S = 5.0
 """Time for an answer after the limit of a request has passed at the server."""
 
@@ -345,7 +345,7 @@ def meet(
 
     Raises:
         TimeoutError: Some ranks did not come in time.
-        DistNetworkError: Rank 0 did not answer.
+        DistNetworkError: Rank 0 did not answer, or another process has joined as this rank.
         OSError: Rank 0 cannot listen there.
     """
     deadline = time.monotonic() + timeout_s
@@ -361,7 +361,7 @@ def meet(
             return store
         except BaseException as error:
             store.close()
-            # The ranks of a group that has just ended may meet again before its rank 0 closes it.
+            # A rank may rejoin before rank 0 has closed the store of the last group.
             is_ended = server is None and isinstance(error, dist.DistNetworkError)
             if not is_ended or time.monotonic() + _MAX_RETRY_S > deadline:
                 raise
