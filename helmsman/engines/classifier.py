@@ -25,8 +25,8 @@ from helmsman.engines._serving.generation import check_request
 
 _MAX_BATCH_TOKENS = 16384
 """Maximum tokens of a forward pass, padding included; a longer text is computed alone."""
-_OF_OTHERS = re.compile("pooler|lm_head|predictions|masked_bias|mtp")
-"""In names of stored tensors for other tasks, which no score depends on."""
+_OTHER_TASKS = re.compile(r"(.*\.)?(pooler|lm_head|cls|mtp|masked_bias|[a-z]+_predictions)(\..*)?")
+"""Names of stored tensors for other tasks. No score depends on them."""
 
 
 class ClassifierEngine(InferenceEngine):
@@ -50,8 +50,8 @@ class ClassifierEngine(InferenceEngine):
         """Read the model.
 
         Raises:
-            ValueError: The folder holds no whole model, or another model than transformers would
-                make of it: with random parameters, or without some that are stored.
+            ValueError: The folder has no whole model, or transformers would read another model from
+                it: one with random parameters, or one that lacks stored parameters.
         """
         known = read_config(self._folder).get("architectures")
         current_platform.set_device(0)
@@ -63,8 +63,8 @@ class ClassifierEngine(InferenceEngine):
             )
         kind = type(model).__name__
         wrong = [f"lacks {each}" for each in sorted(read["missing_keys"])]
-        unknown = [each for each in sorted(read["unexpected_keys"]) if not _OF_OTHERS.search(each)]
-        wrong += [f"also has {each}" for each in unknown]
+        extra = sorted(read["unexpected_keys"])
+        wrong += [f"also has {each}" for each in extra if not _OTHER_TASKS.fullmatch(each)]
         if known and kind.lower() != known[0].lower():
             wrong.append(f"is of a {known[0]}")
         if wrong:

@@ -46,7 +46,7 @@ class LoRA(
     """PEFT folder to start from, instead of rank, alpha and targets; empty for a new adapter."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for fields that the folder of ``path`` decides, or no expression."""
+        """Raise ValueError if ``path`` decides a given field, or ``targets`` is invalid."""
         try:
             re.compile(self.targets if isinstance(self.targets, str) else "")
         except re.error as error:

@@ -95,7 +95,7 @@ class GRPO(Recipe[GRPOSettings]):
                 path = entries[key] = f"{getattr(function, '__module__', '')}:{name}"
                 count = 1
                 while self.functions.setdefault(entries[key], function) != function:
-                    count += 1  # such as a partial, or another object of a class
+                    count += 1  # another partial, or another object of the same class
                     entries[key] = f"{path}_{count}"
         return entries
 

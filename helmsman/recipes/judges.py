@@ -107,14 +107,15 @@ class Judge:
             config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise self._wrong("judge", f"has {path}: {error}", "a mapping") from error
-        if (path.parent / "adapter_config.json").exists():  # which transformers would add
+        if (path.parent / "adapter_config.json").exists():  # transformers would add the adapter
             whole = "a whole model; merge it into its base model (merge_and_unload)"
             raise self._wrong("judge", f"is {reward.judge!r}, which holds a PEFT adapter", whole)
         kind = (config.get("architectures") or ["model of unknown architecture"])[0]
         self.is_classifier = kind.endswith(_CLASSIFIES)
-        own = self.is_classifier and f"AutoModel{_CLASSIFIES}" in (config.get("auto_map") or {})
-        kind += " with code of its own (auto_map)" * own
-        if own or not kind.endswith((_CLASSIFIES, *_GENERATES)):
+        has_code = f"AutoModel{_CLASSIFIES}" in (config.get("auto_map") or {})
+        if has_code:
+            kind += " with code of its own (auto_map)"
+        if has_code or not kind.endswith((_CLASSIFIES, *_GENERATES)):
             known = f"...{_CLASSIFIES} or ...ForCausalLM; a function (use) can call its own code"
             raise self._wrong("judge", f"is {reward.judge!r}, which holds a {kind}", known)
         for name in _OF_TEXT if self.is_classifier else ("label",):

@@ -300,10 +300,9 @@ def read_adapter(folder: str) -> dict[str, Any]:
     path = Path(folder) / "adapter_config.json"
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        if (kind := found.get("peft_type", "LORA")) != "LORA" or not isinstance(
-            found.get("r"), int
-        ):
-            raise ValueError(f"it has peft_type: {kind} and r: {found.get('r')}")
+        kind, rank = found.get("peft_type", "LORA"), found.get("r")
+        if kind != "LORA" or not isinstance(rank, int):
+            raise ValueError(f"it has peft_type: {kind} and r: {rank}")
         return found
     except (OSError, ValueError) as error:
         raise ValueError(

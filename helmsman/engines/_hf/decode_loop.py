@@ -158,7 +158,7 @@ class DecodeLoop:
     def share(self) -> Future[nn.Module]:
         """Return a copy of the model that has the same parameters, and no adapters.
 
-        Its error is ValueError if the model is not as it was built.
+        The future raises ValueError if the model has changed since it was built.
         """
         return self._command(self._share)
 
@@ -337,7 +337,7 @@ class DecodeLoop:
             raise
 
     def _share(self) -> nn.Module:
-        self._base.require_as_built()  # after updates that wait before this
+        self._base.require_as_built()  # an earlier command may have changed it
         shared = {id(each): each for each in (*self._model.parameters(), *self._model.buffers())}
         model = copy.deepcopy(self._model, shared)
         detach_all(model)

@@ -130,6 +130,7 @@ def test_missing_head_refused(tmp_path: Path) -> None:
     [
         ({}, ["gating.weight"], "it also has gating.weight, expected a Qwen2ForSequenceClassifica"),
         ({}, ["score.bias"], "it also has score.bias"),
+        ({}, ["reward_pooler.weight"], "it also has reward_pooler.weight"),
         ({"architectures": ["Qwen2WithGatingForSequenceClassification"]}, [], "is of a Qwen2WithG"),
     ],
 )
