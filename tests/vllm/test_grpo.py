@@ -80,8 +80,11 @@ def test_grpo_adapters_served_over_twenty_updates(tmp_path: Path) -> None:
     checks, metrics = lines(out / "checks.jsonl"), runs.metrics("out")
     assert [each["weight_version"] for each in metrics] == list(range(21))
     assert max(each["staleness/max"] for each in metrics[1:]) == 1
-    # While a killed instance restarts, staleness 1 allows two updates, which nothing can check.
-    assert len(checks) >= 20 - 2 * num_killed
+    # Updates are unchecked only while a killed instance restarts. Staleness 1 permits two of them.
+    steps = itertools.pairwise([0, *(each["step"] for each in checks)])
+    gaps = [after - before - 1 for before, after in steps if after - before > 1]
+    assert len(gaps) <= num_killed
+    assert max(gaps, default=0) <= 2
     assert checks[-1]["step"] == 20
     assert all(each["max_diff"] < 1e-3 and each["num_tokens"] for each in checks)
     firsts = [each["logprobs"]["rollout/0"][0] for each in checks]
